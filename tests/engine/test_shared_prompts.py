@@ -91,9 +91,10 @@ def test_a_beginning_that_the_prefix_cache_had_is_shared_by_other_prompts(llama:
     check_like_cold(llama, bench, *specs)
 
 
-def test_what_is_stored_for_no_others_is_shared_with_none(llama: LoadedModel) -> None:
+@pytest.mark.parametrize("how", [{"cache": False}, {"fresh": True}])
+def test_what_is_for_no_others_or_from_none_is_shared_with_none(llama: LoadedModel, how: dict[str, bool]) -> None:
     bench, prompt = bench_of(llama, share_prompts="always"), prompt_of(40)
-    specs = [structs.replace(spec(f"s{n}", prompt), cache=n == 0) for n in range(3)]
+    specs = [spec("s0", prompt), *(structs.replace(spec(f"s{n}", prompt), **how) for n in (1, 2))]
     bench.submit(*specs)
     bench.until(lambda: bench.engine.batch.decoding == 3)
     assert bench.engine.batch.spared == 0

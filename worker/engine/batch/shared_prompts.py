@@ -36,7 +36,7 @@ class Beginning:
     """Ids that rows begin with."""
 
     ids: tuple[int, ...]
-    computed: Hashable  # by what, and whose it is if it is for no others; None: no other row has it
+    computed: Hashable  # by what, and whose it is if no others may have it; None: no other row has it
 
     def begins(self, ids: tuple[int, ...]) -> bool:
         """True if these ids begin with it."""
@@ -125,7 +125,7 @@ class SharedPrompts:
         ids = tuple(row.prompt[:-1])
         if not ids:
             return None
-        owner = "" if row.spec.cache else row.spec.group or row.spec.id
+        owner = "" if row.spec.cache and not row.spec.fresh else row.spec.group or row.spec.id
         by = self._computed[row] if row in self._computed else _computed_by(row)
         computed = None if by is None else (by, owner)
         is_whole = self.is_needed or bool(row.spec.group) or not (alone and row.cached_tokens)
