@@ -102,7 +102,7 @@ class TrainSettings(
     system_prompt: str = Field(default="", description="put before every chat of a data set")
     task_options: dict[str, Any] = Field(default_factory=dict, description="for the environment's class")
     own_code_timeout_s: float = Field(
-        default=60.0, gt=0, description="one call of a reward or an environment of your own may take so long"
+        default=60.0, gt=0, description="time that one call of your own reward or environment may take"
     )
     own_code_processes: int = Field(
         default=4,
@@ -223,7 +223,7 @@ class TrainSettings(
 
     on_foreign_version: Literal["adopt", "pause", "override"] = Field(
         default="pause",
-        description="when somebody else moves the policy's latest version: train on from it, wait for a person, or "
+        description="when another client moves the policy's latest version: train on from it, wait for a person, or "
         "serve the run's own again",
     )
     no_signal_after: int = Field(

@@ -37,13 +37,13 @@ class LearnerSettings(BaseModel):
     sync_every: int = Field(default=0, ge=0, description="with federation: train steps between two rounds")
     sync_redis: str = Field(default="", description="with federation: Redis of the rounds; default: the ring's own")
     sync_wait_s: float = Field(
-        default=600.0, gt=0, description="with federation: a round is over so long after its first weights have come"
+        default=600.0, gt=0, description="with federation: a round is over this time after its first weights have come"
     )
     sync_moments: Literal["own", "average"] = Field(
         default="own",
         description="with federation: AdamW's moments after a round: own, as before it; average, those of all runs",
     )
-    outer_rate: float = Field(default=1.0, gt=0, le=10, description="with federation: how far to go to the average")
+    outer_rate: float = Field(default=1.0, gt=0, le=10, description="with federation: share of the way to the average")
     outer_momentum: float = Field(
         default=0.0,
         ge=0,

@@ -22,6 +22,7 @@ from shared.images.chat import ChatImages
 from shared.process.api_settings import ApiSettings
 from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
+from shared.text.languages.language import language_of
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
@@ -108,9 +109,12 @@ def _hints(body: ChatCompletionRequest, codec: TextCodec) -> dict[str, Any]:
 
 
 def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
-    """Hints that the model's template does not know, and parts of tools' schemas that no grammar can enforce."""
+    """Hints that the model's template does not know, a budget of reasoning for a model without any, and parts of tools'
+    schemas that no grammar can enforce."""
     asked = sorted(_hints(body, codec).items() - _NO_HINT)
     unused = [name for name, _ in asked if name not in codec.bundle.chat_template]
+    if body.max_reasoning_tokens is not None and language_of(codec).reasoning is None:
+        unused.append("max_reasoning_tokens")
     enforced = body.tool_choice not in (None, "none", "auto") or any(tool.function.strict for tool in body.tools or ())
     tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls) if enforced else None
     unused += forms_left_out(body.tools or (), codec)

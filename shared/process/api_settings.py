@@ -52,7 +52,7 @@ class ApiSettings(ProcessSettings):
         "else there is in it counts as in any request"
     )  # fmt: skip
     image_store_mb: int = Field(
-        default=256, ge=1, description="images of one tenant that wait for workers; those used longest ago go"
+        default=256, ge=1, description="images of one tenant that wait for workers; those used longest ago are deleted"
     )
     image_fetch_s: float = Field(default=10, gt=0, description="for the fetch of one image")
 
@@ -63,7 +63,7 @@ class ApiSettings(ProcessSettings):
         description="time without use after which a stored response or conversation is deleted; 0: none are stored",
     )
     response_store_mb: int = Field(
-        default=64, ge=1, description="stored responses and conversations of one tenant or key; the oldest go"
+        default=64, ge=1, description="stored responses and conversations of one tenant or key; the oldest are deleted"
     )
     feedback_ttl_days: float = Field(
         default=0,
@@ -78,14 +78,16 @@ class ApiSettings(ProcessSettings):
         default=0,
         ge=0,
         le=30 * 86_400,
-        description="what is generated is stored for so long, with its prompt, for /v1/replay to compute it again; "
+        description="time for which outputs are stored, with their prompts, for /v1/replay to compute it again; "
         "0: it is not stored",
     )
     session_ttl_s: int = Field(
         default=3600, ge=1, description="time without use after which a policy's state under a `session_id` is deleted"
     )
     session_store_mb: int = Field(
-        default=64, ge=1, description="states under session ids of one tenant or key; those used longest ago go"
+        default=64,
+        ge=1,
+        description="states under session ids of one tenant or key; those used longest ago are deleted",
     )
     background_timeout_s: float = Field(default=3600, gt=0, description="deadline of a response with `background`")
 
@@ -140,7 +142,7 @@ class ApiSettings(ProcessSettings):
     )
     admit_by_time: bool = Field(default=False, description="refuse (429) what would miss its first token's deadline")
     slow_reader_s: float = Field(
-        default=30, gt=0, description="a client that leaves its 64 KiB of a response unread for so long is cut off"
+        default=30, gt=0, description="time after which a client that leaves 64 KiB of a response unread is cut off"
     )
     max_request_bytes: int = Field(default=1_048_576, ge=1024, description="body of a request that is no upload")
     max_training_bytes: int = Field(default=67_108_864, ge=1024, description="trajectories in one training update")

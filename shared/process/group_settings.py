@@ -46,7 +46,7 @@ class GroupSettings(BaseModel):
         default="", description="by which ranks find one another in Redis; default: made of the file of machines"
     )
     distributed_silence_s: float = Field(
-        default=3, gt=0, description="a rank that says nothing for so long is lost, and the group with it"
+        default=3, gt=0, description="silence after which a rank is lost, and the group with it"
     )
     distributed_turn_s: float = Field(
         default=30, gt=0, description="time after which a rank that is late by a turn counts as lost, too"

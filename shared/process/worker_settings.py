@@ -171,7 +171,7 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
     engine_stall_s: float = Field(
         default=120,
         gt=0,
-        description="an engine that is silent over its work for so long is stuck: the worker restarts",
+        description="silence after which an engine with work counts as stuck: the worker restarts",
     )
     log_every_tokens: int = Field(default=16, ge=1, description="tokens between two writes of a sequence's log")
     tool_format: str = Field(

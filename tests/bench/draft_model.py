@@ -15,8 +15,10 @@ import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 
@@ -30,6 +32,7 @@ from tests.bench.own_time import OwnTime
 from tests.bench.speculation import Decoding
 from worker.engine.engine import Engine
 from worker.engine.messages import RowRequest
+from worker.engine.speculation.drafting import Drafting
 
 PART = 8  # of the layers: one in so many drafts, at least one
 CONTEXT = 4096
@@ -59,11 +62,9 @@ class Runs:
 
     def __init__(self, loaded: LoadedModel, rows: int, tokens: int, context: int, drafts: SpeculationConfig) -> None:
         config = EngineConfig("", max_rows=rows, prefill_chunk=256, prefix_cache_bytes=0)
-        self._plain, self._drafting = Engine(loaded, config), Engine(loaded, replace(config, speculation=drafts))
         self._clock = OwnTime()
-        policy = self._drafting.drafting
-        assert policy._model is not None, "a draft model"
-        policy._clock = policy._model._clock = self._clock
+        with mock.patch("worker.engine.engine.Drafting", partial(Drafting, clock=self._clock)):
+            self._plain, self._drafting = Engine(loaded, config), Engine(loaded, replace(config, speculation=drafts))
         self._rows, self._tokens, self._context, self._vocab = rows, tokens, context, loaded.card.vocab_size
         self.drafted = self.accepted = self.changed = 0
 

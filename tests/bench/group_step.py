@@ -202,7 +202,7 @@ def rank(shape: str, ranks: int) -> None:
     from worker.engine.batch import row_model
 
     # Also on a CPU, where a worker does not wait for the compiler: what counts here is the host's work.
-    row_model.decode_step_of = lambda model: decode_step.DecodeStep(model, compiles=True)
+    row_model.decode_step_of = lambda model, tuning=None: decode_step.DecodeStep(model, compiles=True)
     group = group_of(ranks)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, mx.stream(generation_stream):
@@ -256,7 +256,7 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
     from worker.engine.batch import row_model
 
     if PLAIN in os.environ:
-        row_model.decode_step_of = lambda model: None
+        row_model.decode_step_of = lambda model, tuning=None: None
     other = load_model(EngineConfig(str(write_model(folder / "tiny", LLAMA))))  # for its tokenizer
     attention.install()
     small = shape in ON_A_CPU

@@ -46,7 +46,7 @@ def main() -> None:
         rank(Path(args.rank))
         return
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        _write(Path(folder))
+        write_model(Path(folder))
         cores = sorted(os.sched_getaffinity(0))
         if 3 * args.cores > len(cores):
             parser.error(f"--cores {args.cores}: three processes need {3 * args.cores}, and {len(cores)} are here")
@@ -102,7 +102,7 @@ def _asked(processes: list[subprocess.Popen[str]], what: object) -> float:
     return told[0]
 
 
-def _write(folder: Path) -> None:
+def write_model(folder: Path) -> None:
     from tests.engine.small_models import LLAMA, write_model
 
     config = LLAMA | SHAPE | {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": VOCABULARY}

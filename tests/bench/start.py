@@ -75,6 +75,7 @@ def started(model: str, flags: list[str], number: int, warm_s: float, kernels: P
         patience.cancel()
         worker.terminate()
         worker.wait()
+        worker.stdout.close()
     return ", ".join(f"{what} {took}" for what, took in figures.items()) or "".join(seen[-20:])
 
 

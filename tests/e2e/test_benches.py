@@ -34,6 +34,7 @@ TINY: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 4096,
 }  # fmt: skip
+QWEN3 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 SHAPES = {"SHAPES": {"small": TINY, "medium": TINY}}
 FLAT = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8}
 FLAT_SHAPES = {"tests.bench.group_step.SHAPES": {"small": FLAT}}
@@ -63,7 +64,7 @@ def group_step(module: ModuleType, folder: Path) -> None:
 
 
 def pipeline(module: ModuleType, folder: Path) -> None:
-    module._write(folder)
+    module.write_model(folder)
     asked(lambda: module.rank(folder), "prompt", "2", "2 whole")
 
 
@@ -144,6 +145,10 @@ SMALLEST = {
     "curricula": Smallest(
         "--curricula reward --seeds 0 --tasks 4 --steps 2 --every 1 --prompts 8 --group 4 --options {}"
     ),
+    "decode_steps": Smallest(
+        "--layers 1 --rows 2 --prompt 4 --rounds 1 --steps 2 --dtype float32",
+        {"FAMILIES": {"qwen3": lambda layers: {**TINY, **QWEN3, "num_hidden_layers": layers}}},
+    ),
     "disk": Smallest("--rounds 1 --kind dense", {**TALK, "STREAMS": 2, "PROMPTS": 2, "IDLE_S": 0.0}),
     "draft_model": Smallest("--rows 2 --tokens 4 --context 8 --rounds 1", SHAPES),
     "engine": Smallest("--rows 2 --rounds 1 --model models/tiny", {"TOKENS": 4, "PROMPT": 4}),
@@ -189,11 +194,16 @@ SMALLEST = {
         scale,
     ),
     "served": Smallest("--models tiny --streams 1 --rounds 1 --prompt 4 --tokens 32 --no-peer"),
+    "shared_prompts": Smallest(
+        "--shape small --rows 2 --context 16 --job 1 16 2 20 --rounds 1 --steps 1",
+        {**SHAPES, "SAMPLES": 4, "PROMPT": 256, "ANSWER": 64, "COPIES": 3},
+    ),
     "speculation": Smallest("--rows 2 --chances 1 --tokens 8 --context 8 --rounds 1", SHAPES),
     "splits": Smallest("--seeds 1"),
     "forced_calls": Smallest("--calls 2"),
     "learning": Smallest("--model models/tiny --seeds 0 --held-out 1", run=learning),
     "replay": Smallest("--sequences 2 --tokens 4"),
+    "start": Smallest("--starts 1 --warm-s 0"),
     "structured": Smallest("--rounds 1 --model models/tiny", {"ROWS": 2}),
     "traces": Smallest("--rounds 1 --requests 8 --streams 1", {"TOKENS": 4, "CALLS": 10, "sides": sides}),
     "trainers": Smallest("--steps 1 --groups 1 --group-size 2 --length 8 --prompt 4", SHAPES, trainers),

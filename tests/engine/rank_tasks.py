@@ -245,7 +245,6 @@ def learns(group: Any, folder: str, kind: str, checkpoint_layers: bool = False, 
         assert CHANNEL is not None, "there are ranks"
         rank = RankLearner(loaded)
         CHANNEL.follow(rank.unit)
-        assert rank._learner is not None, "it was asked to have one"
         return {"digest": rank._learner.digest()}
     learned = learns_from_samples if kind in ("grpo", "ppo") else learns_from_data
     told = learned(loaded, kind, checkpoint_layers)

@@ -9,6 +9,7 @@ from mlx_model.device import on_cpu
 from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
+from worker.engine.batch import running_batch
 from worker.engine.scheduler import PASSES
 
 
@@ -98,9 +99,11 @@ def test_first_tokens_do_not_wait_for_the_batch_s_next_step(llama: LoadedModel) 
 
 
 @pytest.mark.parametrize("tells_at_once", [True, False])
-def test_a_batch_decodes_while_first_tokens_come_in_every_turn(llama: LoadedModel, tells_at_once: bool) -> None:
+def test_a_batch_decodes_while_first_tokens_come_in_every_turn(
+    llama: LoadedModel, tells_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_batch, "on_cpu", lambda: tells_at_once)
     bench, _ = filled(llama)
-    bench.engine.batch._tells_at_once = tells_at_once
     before, turns = len(bench.tokens("b0")), 5 * (PASSES + 1)
     for turn in range(turns):
         bench.submit(spec(f"i{turn}", prompt_of(5), max_tokens=1))
@@ -147,14 +150,16 @@ def alone_of(model: LoadedModel, prompts: list[list[int]], options: dict[str, An
     ],
     ids=str,
 )
-def test_tokens_are_those_of_a_sequence_alone(model: LoadedModel, options: dict[str, Any], tells_at_once: bool) -> None:
+def test_tokens_are_those_of_a_sequence_alone(
+    model: LoadedModel, options: dict[str, Any], tells_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [prompt_of(length) for length in (3, 40, 17, 1, 70, 29)]
     known = (model.card.name, str(options))
     if known not in ALONE:
         ALONE[known] = alone_of(model, prompts, options)
     alone = ALONE[known]
+    monkeypatch.setattr(running_batch, "on_cpu", lambda: tells_at_once)
     bench = Bench(model, max_rows=32, prefill_chunk=32)
-    bench.engine.batch._tells_at_once = tells_at_once
     bench.submit(*(of_batch(f"b{i}", prompt_of(30 + i), max_tokens=40) for i in range(4)))
     for index, prompt in enumerate(prompts):
         bench.turn()

@@ -1,8 +1,11 @@
 """A draft model changes when tokens come, and nothing else: whatever it says, and whatever its rows do meanwhile."""
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +26,8 @@ from tests.engine.drafted import ALWAYS, ROWS, accepted_unchanged
 from tests.engine.small_models import LLAMA, write_model
 from worker.engine.batch.grammars import Place
 from worker.engine.batch.row import Row
-from worker.engine.speculation.draft_batch import DraftBatch
+from worker.engine.speculation.draft_batch import DraftBatch, draft_batch
+from worker.engine.speculation.drafting import Drafting
 
 BY_MODEL = replace(ALWAYS, own_text=False, memory_bytes=0)
 PRINTED = grammar.of_regex("[0-9]{30}")
@@ -50,12 +54,28 @@ def other(other_folder: Path) -> LoadedModel:
 class Spied:
     """A bench whose draft model's forwards are noted."""
 
-    def __init__(self, loaded: LoadedModel, config: SpeculationConfig = BY_MODEL, **engine: object) -> None:
-        self.bench = Bench(loaded, speculation=config, **engine)
-        policy = self.bench.engine.drafting._model
-        assert policy is not None
-        self.batch: DraftBatch = policy._batch
-        self.batch._model.model = self.spy = SpiedModel(self.batch._model.model)
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: SpeculationConfig = BY_MODEL,
+        clock: Callable[[], float] = time.perf_counter,
+        **engine: object,
+    ) -> None:
+        draft, batches = loaded.draft, list[DraftBatch]()
+        assert draft is not None
+        self.spy = SpiedModel(draft.model)
+
+        def noted(*made_of: Any) -> DraftBatch | None:
+            batch = draft_batch(*made_of)
+            assert batch is not None
+            batches.append(batch)
+            return batch
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("worker.engine.engine.Drafting", partial(Drafting, clock=clock))
+            patch.setattr("worker.engine.engine.draft_batch", noted)
+            self.bench = Bench(replace(loaded, draft=replace(draft, model=self.spy)), speculation=config, **engine)
+        (self.batch,) = batches
 
     def run(self, *rows: SequenceSpec) -> None:
         self.bench.submit(*rows)
@@ -251,11 +271,14 @@ def test_rows_of_adapters_are_drafted_for_by_a_model_that_knows_none(
 class Seconds:
     """A clock that goes on with each forward."""
 
-    def __init__(self, spied: Spied, of_draft: float) -> None:
+    def __init__(self) -> None:
         self.now = 0.0
-        drafting = spied.bench.engine.drafting
-        assert drafting._model is not None
-        drafting._clock = drafting._model._clock = lambda: self.now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def of(self, spied: Spied, of_draft: float) -> None:
+        """What a forward of the model and one of its draft model take."""
         SpiedModel.inside(spied.bench).fails = lambda tokens_BL: self.add(1.0)
         spied.spy.fails = lambda tokens_BL: self.add(of_draft)
 
@@ -268,8 +291,10 @@ class Seconds:
 @pytest.mark.parametrize("of_draft", [0.1, 1.0])
 def test_a_draft_model_that_is_too_slow_is_hardly_asked(llama: LoadedModel, of_draft: float) -> None:
     """Here a wider step takes no longer, and the draft model is always right."""
-    plain, spied = Bench(llama), Spied(drafting(llama, llama), SpeculationConfig(own_text=False))
-    steps, clock = SpiedModel.inside(plain), Seconds(spied, of_draft)
+    plain, clock = Bench(llama), Seconds()
+    spied = Spied(drafting(llama, llama), SpeculationConfig(own_text=False), clock)
+    clock.of(spied, of_draft)
+    steps = SpiedModel.inside(plain)
     for at in range(3):
         rows = [spec(f"s{at}-{of}", prompt_of(9, seed=of), max_tokens=60) for of in range(3)]
         for bench in (plain, spied.bench):

@@ -69,13 +69,14 @@ class World:
         model: tuple[float, float] | None = None,
         busy: Sequence[range] = (),
         seed: int = 0,
+        adapts: bool = True,
     ) -> None:
         """`chances`: that a token of a row's prediction is right; None: it has none. `busy`: steps that take thrice.
 
         `overlaps`: a step that checks drafts is read behind the next one, or behind nothing. `idles`: by so much longer
         takes a step that has waited for what it is fed, and then checks nothing. `asking`: what it takes to ask all
         rows for drafts. `kept`: bytes of what others write. `model`: that a token of a draft model is right, and what
-        its forward takes.
+        its forward takes. `adapts`: the clock decides, and not the configuration.
         """
         self._draw = random.Random(len(chances) + 1000 * seed)
         self._slope, self._fixed = slope, fixed
@@ -84,8 +85,9 @@ class World:
         self._unread: list[list[int]] | None = None  # the drafts of a step that has not been read
         self.asked = 0  # steps in which rows were asked for drafts
         drafts_by: Any = None if model is None else Guesser(self, *model)
-        config = SpeculationConfig(5, memory_bytes=kept)
-        self._drafting = Drafting(config, [KVCache()], drafts_by, lambda: self._now, on_cpu=False)
+        config = SpeculationConfig(5, memory_bytes=kept, adapts_to_time=adapts)
+        self.looks = 0  # at the clock
+        self._drafting = Drafting(config, [KVCache()], drafts_by, self._clock, on_cpu=False)
         self._suggested, self._asking = self._drafting._suggested, asking
         self._drafting._suggested = self._ask  # type: ignore[method-assign]
         self._written: dict[Row, list[int]] = {}
@@ -100,6 +102,10 @@ class World:
             self._written[row] = written
         self.steps: list[float] = []
         self._known = False
+
+    def _clock(self) -> float:
+        self.looks += 1
+        return self._now
 
     def guesses(self, lengths: dict[Row, int], chance: float, takes: float) -> dict[Row, list[int]]:
         """So many ids behind what rows are fed, each right by that chance; a forward of all rows takes so long."""
@@ -276,15 +282,9 @@ def test_asking_many_rows_in_vain_costs_little(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_steps_in_which_nothing_is_asked_do_not_even_look_at_the_clock() -> None:
-    world, looks = World([None] * 32, 0.02, fixed=0.3, asking=0.11), [0]
-
-    def clock() -> float:
-        looks[0] += 1
-        return world._now
-
-    world._drafting._clock = clock
+    world = World([None] * 32, 0.02, fixed=0.3, asking=0.11)
     world.run()
-    assert looks[0] < TOKENS
+    assert 0 < world.looks < TOKENS
 
 
 def in_a_silence(world: World, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -340,13 +340,15 @@ def test_many_steps_at_once_are_timed_as_each_by_itself(monkeypatch: pytest.Monk
     def begun(rows: int, **_: bool) -> None:
         begin(rows, alone=len(world.steps) != began[0], hurried=False)
         if len(world.steps) > 8:
-            assert drafting._account.plain_s == pytest.approx(1.0, abs=0.06)
+            assert drafting.account(32, has_texts=False).plain_s == pytest.approx(1.0, abs=0.06)
 
     monkeypatch.setattr(drafting, "begin", begun)
     for job in range(1, 5):
         world.run()
         assert drafting._times.usual(32, 1) == pytest.approx(0.98, abs=0.03)
-        assert drafting._account._steps == pytest.approx(3 + (0.01 * TOKENS - 0.11 * 6) * job, abs=0.5)
+        assert drafting.account(32, has_texts=False).steps == pytest.approx(
+            3 + (0.01 * TOKENS - 0.11 * 6) * job, abs=0.5
+        )
         world._written = World([None] * 32, 0.02, seed=job)._written
         world._now, began[0] = world._now + 100, len(world.steps)
 
@@ -356,8 +358,7 @@ def test_no_clock_decides_who_is_asked_where_ranks_run_in_step(monkeypatch: pyte
     monkeypatch.setattr(f"{__name__}.VOCAB", 300)
     steps = []
     for asking in (0.0, 0.4):
-        world = World([None] * 2, 0.1, asking=asking)
-        world._drafting._config = SpeculationConfig(5, adapts_to_time=False)
+        world = World([None] * 2, 0.1, asking=asking, adapts=False)
         tries, tried = world._drafting.tries, []
 
         def noted(rows: Sequence[Row], *, known: bool, tries: Any = tries, tried: list[bool] = tried) -> bool:
@@ -445,7 +446,7 @@ def test_steps_that_decode_no_row_tell_nothing_of_those_that_do() -> None:
     drafting = Drafting(SpeculationConfig(), [KVCache()], clock=lambda: now)
     for rows in (0, 0, 0, 2, 2, 2):
         drafting.begin(rows, alone=False, hurried=False)
-        known = drafting._costs[False].known(2, 1)
+        known = drafting.costs[False].known(2, 1)
         assert known is None or known == 0.5
         now += 0.5 if rows else 9.0
     assert known == 0.5
@@ -459,7 +460,7 @@ def test_a_step_whose_drafts_are_all_dropped_is_not_timed() -> None:
         drafting.waited(0.9)
         drafting.checks_nothing()
         now += 1.0
-    assert drafting._costs[True].known(1, 1) is None
+    assert drafting.costs[True].known(1, 1) is None
 
 
 def test_a_check_that_the_next_step_reads_is_timed_as_a_whole() -> None:
@@ -474,7 +475,7 @@ def test_a_check_that_the_next_step_reads_is_timed_as_a_whole() -> None:
             drafting.checks(width, step)
         now += took
     drafting.begin(1, alone=True, hurried=False)
-    times = {width: list(of.each) for width, of in drafting._costs[True]._times[1].items()}
+    times = {width: list(of.each) for width, of in drafting.costs[True]._times[1].items()}
     assert times == {6: pytest.approx([2.0, 2.0]), 3: pytest.approx([1.0])}
 
 
@@ -521,4 +522,4 @@ def more_operations(layers: int) -> int:
 def test_on_a_cpu_many_rows_try_nothing_at_first(rows: int, *, on_cpu: bool, lends: bool) -> None:
     drafting = Drafting(SpeculationConfig(), [KVCache()], on_cpu=on_cpu)
     drafting.begin(rows, alone=True, hurried=False)
-    assert drafting._account.is_spent is not lends
+    assert drafting.account(rows, has_texts=False).is_spent is not lends

@@ -46,6 +46,7 @@ class Workers:
     ) -> None:
         self.left, self._asked, self._error, self._away = in_vain, asked, error, away
         self.run: HeadRun | None = None
+        self.codec: TextCodec | None = None
 
     async def score(self, name: str, options: ModelOptions, samples: Sequence[RewardSample], **_: Any) -> list[Reward]:
         run = self.run
@@ -56,8 +57,8 @@ class Workers:
             if self._away is not None:
                 raise self._away
             return [Reward(name, None, error=f"{UNANSWERED} 'tiny' within 120 s")] * len(samples)
-        codec = run._ring.codec
-        ids = [tuple(answered(codec, sample.prompt, sample.completion)) for sample in samples]
+        assert self.codec is not None
+        ids = [tuple(answered(self.codec, sample.prompt, sample.completion)) for sample in samples]
         said = await run.learner.call(HeadLearner.read, [HeadText(None, "", each) for each in ids])
         return [Reward(name, value + self._error) for (value,) in said]
 
@@ -92,7 +93,7 @@ async def train(
     async with ThreadHost() as host, RingMailbox(NoOrders()) as mailbox:
         loaded = await host.run(at_once(lambda: load_model(EngineConfig("models/tiny"))))
         source = InProcessSource(host, loaded.model, settings.adapter_shape(), sink, loaded.card.eos_token_ids)
-        codec = TextCodec(loaded.tokenizer)
+        workers.codec = codec = TextCodec(loaded.tokenizer)
         served = base or loaded.card.base_sha256
         ring = TrainerRing(served, codec, source, sink, RingBoard(NoBoard()), mailbox, id=ring_id)
         workers.run = run = HeadRun(settings, host, Way(workers, lambda _: pytest.fail("joined")), ring)

@@ -211,14 +211,14 @@ async def test_a_version_that_is_loaded_while_another_one_is_acknowledged_is_ack
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await ring.worker("w1")
-    acknowledge, begun, go = worker.sync._store.acknowledge, asyncio.Event(), asyncio.Event()
+    acknowledge, begun, go = AdapterStore.acknowledge, asyncio.Event(), asyncio.Event()
 
-    async def slow(worker_id: str, name: str, version: int) -> None:
+    async def slow(store: AdapterStore, worker_id: str, name: str, version: int) -> None:
         begun.set()
         await go.wait()
-        await acknowledge(worker_id, name, version)
+        await acknowledge(store, worker_id, name, version)
 
-    monkeypatch.setattr(worker.sync._store, "acknowledge", slow)
+    monkeypatch.setattr(AdapterStore, "acknowledge", slow)
     await ring.publish("math", "a@1", worker.base_sha256)
     await begun.wait()
     await ring.publish("math", "a@2", worker.base_sha256)

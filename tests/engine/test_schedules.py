@@ -10,6 +10,7 @@ from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
 from tests.engine.conftest import Bench, prompt_of, spec
 from tests.engine.kv_models import small
+from worker.engine.batch import running_batch
 from worker.engine.batch.parted_batch import PartedBatch
 from worker.engine.batch.running_batch import RunningBatch
 
@@ -20,17 +21,17 @@ class Schedule:
     def __init__(self, loaded: LoadedModel, seed: int) -> None:
         self.random = random.Random(seed)
         kv = loaded.card.kv_bytes_per_token
-        self.bench = Bench(
-            replace(loaded, kv_limit_bytes=kv * self.random.choice([400, 1 << 20])),
-            max_rows=self.random.choice([2, 4, 16]),
-            prefill_chunk=self.random.choice([4, 16, 64]),
-            prefix_cache_bytes=self.random.choice([0, kv * 60, 1 << 28]),
-            block_size=4,
-            share_prompts=self.random.choice(["auto", "always"]),
-        )
         tells_at_once = self.random.random() < 0.5
-        for part in self.parts:
-            part._tells_at_once = tells_at_once
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(running_batch, "on_cpu", lambda: tells_at_once)
+            self.bench = Bench(
+                replace(loaded, kv_limit_bytes=kv * self.random.choice([400, 1 << 20])),
+                max_rows=self.random.choice([2, 4, 16]),
+                prefill_chunk=self.random.choice([4, 16, 64]),
+                prefix_cache_bytes=self.random.choice([0, kv * 60, 1 << 28]),
+                block_size=4,
+                share_prompts=self.random.choice(["auto", "always"]),
+            )
         self.specs: dict[str, SequenceSpec] = {}
         self.cancelled: set[str] = set()
         self.prompts = [prompt_of(length, seed=length) for length in (1, 2, 17, 40, 90)]

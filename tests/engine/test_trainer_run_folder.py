@@ -2,7 +2,7 @@
 
 import errno
 import os
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from tests.engine.test_trainer_loop import settings
 from tests.training.in_process import MemorySink
 from tests.training.run import train
 from trainer.learners.policy import PolicyLearner
+from trainer.runs import run
 from trainer.runs.loop import TrainLoop
 from trainer.runs.metrics import read
+from trainer.versions import publish
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore
 from trainer.versions.disk import Disk
-from trainer.versions.publish import Publisher
 
 
 def full(path: Path) -> OSError:
@@ -37,26 +38,23 @@ class FullDisk:
             raise full(path)
 
 
-def impatient(loop: TrainLoop) -> None:
-    loop._disk = Disk(loop.settings.folder, loop.parts.ring.sink.alert, loop._stop, look_s=0.0)
-
-
 async def test_a_full_disk_holds_the_run_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended with a traceback, at whichever file came first: a candidate, a line of metrics, a checkpoint."""
-    save, write, disks = CheckpointStore.save, Publisher._write, [FullDisk(3), FullDisk(2)]
+    save, write, disks = CheckpointStore.save, publish.write_adapter, [FullDisk(3), FullDisk(2)]
 
     def saving(store: CheckpointStore, checkpoint: Checkpoint, name: str = "") -> str:
         disks[0].check(store.root)
         return save(store, checkpoint, name)
 
-    def writing(publisher: Publisher, *args: Any) -> Path:
-        disks[1].check(publisher.folder)
-        return write(publisher, *args)
+    def writing(folder: Path, *args: Any) -> None:
+        disks[1].check(folder)
+        write(folder, *args)
 
     monkeypatch.setattr(CheckpointStore, "save", saving)
-    monkeypatch.setattr(Publisher, "_write", writing)
+    monkeypatch.setattr(publish, "write_adapter", writing)
+    monkeypatch.setattr(run, "Disk", partial(Disk, look_s=0.0))
     short = settings(tmp_path, steps=2, max_lag=0, checkpoint_every=1)
-    state, sink = await train(short, on_loop=impatient)
+    state, sink = await train(short)
     assert [disk.seen for disk in disks] == [3, 2]
     assert state.train_step == 2 and CheckpointStore(tmp_path / "policy" / "checkpoints").names()[-1] == "step-000002"
     assert len(read(tmp_path / "policy" / "metrics.jsonl")) == 2
@@ -102,13 +100,13 @@ async def test_what_the_gate_has_not_passed_is_taken_back_when_the_run_is_stoppe
 ) -> None:
     """Else a checkpoint that finds room after all would hold weights that no check has seen."""
     loops: list[TrainLoop] = []
-    write, reverted, revert = Publisher._write, [], PolicyLearner.revert
+    write, reverted, revert = publish.write_adapter, [], PolicyLearner.revert
 
-    def writing(publisher: Publisher, *args: Any) -> Path:
+    def writing(folder: Path, *args: Any) -> None:
         if loops[0].state.version:
             loops[0].stop()
-            raise full(publisher.folder)
-        return write(publisher, *args)
+            raise full(folder)
+        write(folder, *args)
 
     @wraps(PolicyLearner.revert)
     def reverting(learner: PolicyLearner) -> None:
@@ -116,7 +114,7 @@ async def test_what_the_gate_has_not_passed_is_taken_back_when_the_run_is_stoppe
         revert(learner)
         reverted.append(any((before[name] != value).any() for name, value in learner.weights().items()))
 
-    monkeypatch.setattr(Publisher, "_write", writing)
+    monkeypatch.setattr(publish, "write_adapter", writing)
     monkeypatch.setattr(PolicyLearner, "revert", reverting)
     with pytest.raises(SetupError, match="no room"):
         await train(settings(tmp_path, steps=2), on_loop=loops.append)

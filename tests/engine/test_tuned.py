@@ -62,7 +62,7 @@ def test_an_engine_with_measurements_measures_nothing(llama: LoadedModel) -> Non
     asked = EngineConfig("", prefill_chunk=0)
     config = begun(asked, 64, ModelTuning("one", 128))
     engine = Engine(llama, config)
-    assert engine._pieces.chunk.tokens == 128 and WarmUp(llama, config, engine, None).is_over
+    assert engine.pieces.chunk.tokens == 128 and WarmUp(llama, config, engine, None).is_over
     assert begun(replace(asked, prefill_chunk=96), 64, ModelTuning("one", 128)).prefill_chunk == 96, "as it was asked"
     engine.close()
 

@@ -20,6 +20,7 @@ from shared.text.codec import TextCodec
 from shared.training import TrainerStatus
 from shared.trajectories import Trajectory
 from tests.training.in_process import MemorySink
+from tests.training.nobody import NoBoard
 from tests.training.run import in_process_ring, train
 from trainer.ring.http_client import HttpApi
 from trainer.ring.join import Way
@@ -125,18 +126,16 @@ async def test_a_run_that_is_killed_at_its_writes_gives_the_same_bytes(
     assert told == again and [line["step"] for line in told] == [0, 1, 2, 3, 4, 5, 6]
 
 
-async def test_the_board_says_when_the_next_version_comes(tmp_path: Path) -> None:
+async def test_the_board_says_when_the_next_version_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, seen = settings(tmp_path, steps=5), list[tuple[str, int, int, int]]()
     async with in_process_ring(run, MemorySink(run.adapter)) as (host, loaded, ring):
         tuning = TuneRun(run, host, Way(None, None), ring)  # type: ignore[arg-type]
         ring.board.begin(tuning.status, tuning.stop)
-        write = ring.board._board.write
 
-        async def noted(status: TrainerStatus) -> None:
+        async def noted(_: NoBoard, status: TrainerStatus) -> None:
             seen.append((status.state, status.train_step, status.version, status.next_version_at))
-            await write(status)
 
-        ring.board._board.write = noted  # type: ignore[method-assign]
+        monkeypatch.setattr(NoBoard, "write", noted)
         await ring.board.show("starting")
         await tuning.start(loaded)
         await tuning.run()

@@ -139,8 +139,8 @@ def test_a_mac_measures_nothing_and_feeds_by_what_real_pieces_take(
     config = begun(EngineConfig("", prefill_chunk=0, warm_up=True), head_size)
     engine = Engine(llama, config)
     assert WarmUp(llama, config, engine, None).is_over
-    chunk = engine._pieces.chunk
-    assert (engine._pieces.area, chunk.at_once(3), chunk.at_once(0)) == (area, 256, 1024)
+    chunk = engine.pieces.chunk
+    assert (engine.pieces.area, chunk.at_once(3), chunk.at_once(0)) == (area, 256, 1024)
     for _ in range(20):
         chunk.turn(chunk.tokens, 0.01)
     assert (chunk.at_once(3), chunk.at_once(0)) == (2048, 2048)
@@ -150,7 +150,7 @@ def test_a_mac_measures_nothing_and_feeds_by_what_real_pieces_take(
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warm-up takes this machine for one that has kernels to compile."""
-    monkeypatch.setattr(warm_up, "_compiles", lambda: True)
+    monkeypatch.setattr(warm_up, "on_cuda", lambda: True)
 
 
 class Watched:

@@ -151,3 +151,15 @@ async def test_parts_of_a_schema_that_nothing_enforces_are_named_by_the_answer(
             assert answer.status_code == 200, answer.text
             assert answer.headers["x-parallm-unused-parameters"] == "tools.clock.not"
         assert "x-parallm-unused-parameters" not in (await server.post("/v1/messages", message)).headers
+
+
+async def test_a_budget_of_reasoning_for_a_model_without_any_is_named_by_the_answer(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(redis_url, monkeypatch, FIRST, "hello") as (server, _):
+        for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/responses", {"input": "hi"})):
+            answer = await server.post(path, {**body, "max_reasoning_tokens": 8})
+            assert (answer.status_code, answer.headers.get("x-parallm-unused-parameters")) == (
+                200,
+                "max_reasoning_tokens",
+            )

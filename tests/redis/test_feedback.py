@@ -16,6 +16,7 @@ from api.http.api_keys import line_of, new_key
 from shared.errors import SetupError
 from shared.redis import keys
 from shared.redis.connection.client import connect
+from shared.redis.due.due_list import DueList
 from shared.redis.kept.answer_store import LIST, AnswerStore, Verdict, answers_of
 from shared.redis.kept.kept_things import Terms
 from shared.redis.training.trajectory_queue import TrajectoryQueue
@@ -113,8 +114,8 @@ async def test_a_runner_that_dies_on_the_way_leaves_a_verdict_to_the_next_one(
     answer = (await keeping.post("/v1/chat/completions", CHAT)).json()
     await kept(redis, redis_url, 1)
     await keeping.post("/v1/feedback", {"id": answer["id"], "reward": -2.5})
-    async with runner(redis_url) as (_, dying):
-        await dying._due.take(10, 30_000)  # and then nothing more
+    async with runner(redis_url):
+        await DueList(redis, LIST).take(10, 30_000)  # a runner, that dies then
         assert await delivered(redis, redis_url) == []
     await redis.zadd(keys.due(LIST), dict.fromkeys(await redis.zrange(keys.due(LIST), 0, -1), 1))  # its lease is over
     (live,) = await delivered(redis, redis_url)

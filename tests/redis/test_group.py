@@ -96,13 +96,20 @@ class Played:
 
 
 @asynccontextmanager
-async def led(redis_url: str, name: str, *flags: str) -> AsyncIterator[tuple[EngineLead, Played, list[str]]]:
+async def led(
+    redis_url: str, name: str, *flags: str, lost: Callable[[], None] = lambda: None
+) -> AsyncIterator[tuple[EngineLead, Played, list[str]]]:
     """Rank 0 of a group of two, and rank 1; what rank 0 says of losses."""
     line = ["--redis", redis_url, "--model", str(MODEL), "--distributed-silence-s", "1", *flags]
     played, losses = Played(redis_url, name), list[str]()
     placed = Placement(name, 0, 2, "ring", False, played.placed.hosts)
     settings = load(WorkerSettings, line)
-    lead = EngineLead(settings, placed, losses.append, engine_config(settings), SlotConfig())
+
+    def on_lost(reason: str) -> None:
+        losses.append(reason)
+        lost()
+
+    lead = EngineLead(settings, placed, on_lost, engine_config(settings), SlotConfig())
     try:
         yield lead, played, losses
     finally:
@@ -348,9 +355,8 @@ async def test_a_rank_0_whose_others_never_come_can_be_told_to_end(redis_url: st
 
 
 async def test_a_rank_whose_process_ends_while_rank_0_waits_is_no_order_to_end(redis_url: str) -> None:
-    async with led(redis_url, "ends early") as (lead, _, losses):
-        stop = asyncio.Event()
-        lead._on_lost = lambda reason: (losses.append(reason), stop.set())  # as a worker's
+    stop = asyncio.Event()
+    async with led(redis_url, "ends early", lost=stop.set) as (lead, _, losses):
         waits = asyncio.create_task(started(EngineThread(EngineConfig("unused"), print, print), lead, stop))
         done, _ = await asyncio.wait([waits], timeout=2 * meeting.LOOK_S)
         assert not done

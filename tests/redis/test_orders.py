@@ -20,6 +20,7 @@ class Heard:
         self.rows = ClaimedRows()
         self.cancelled: list[str] = []
         self.flushed: list[str] = []
+        self.resets: list[tuple[str, bool]] = []
         self.orders = ControlChannel(
             redis,
             redis,
@@ -29,6 +30,7 @@ class Heard:
             lambda seq, reason: self.cancelled.append(seq),
             self.flushed.append,
             lambda: None,
+            lambda order, rows: self.resets.append((order, rows)),
         )
 
     def api_of(self, seq: str) -> str:
@@ -120,8 +122,6 @@ async def test_an_order_given_while_the_connection_was_down_is_obeyed(heard: Hea
 
 
 async def test_an_order_to_forget_cached_kv_is_passed_on(heard: Heard) -> None:
-    asked: list[tuple[str, bool]] = []
-    heard.orders._reset_cache = lambda order, rows: asked.append((order, rows))
     heard.orders.obey(msgspec.msgpack.encode(("reset-cache", "a", "")))
     heard.orders.obey(msgspec.msgpack.encode(("reset-cache", "b", "rows")))
-    assert asked == [("a", False), ("b", True)]
+    assert heard.resets == [("a", False), ("b", True)]

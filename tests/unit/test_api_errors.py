@@ -177,10 +177,16 @@ async def test_only_routes_that_take_uploads_read_so_much(kind: str) -> None:
     assert taken.json() == 1
 
 
-def test_every_route_that_describes_an_upload_has_their_bound() -> None:
+@pytest.fixture(scope="module")
+def documents() -> list[dict[str, Any]]:
+    """The OpenAPI documents of two apps, one made after the other."""
+    return [create_app(ApiSettings(redis="redis://127.0.0.1:1")).openapi() for _ in range(2)]
+
+
+def test_every_route_that_describes_an_upload_has_their_bound(documents: list[dict[str, Any]]) -> None:
     described = {
         path
-        for path, operations in create_app(ApiSettings(redis="redis://127.0.0.1:1")).openapi()["paths"].items()
+        for path, operations in documents[0]["paths"].items()
         if "multipart/form-data" in operations.get("post", {}).get("requestBody", {}).get("content", {})
     }
     assert len(described) >= 6
@@ -239,9 +245,8 @@ def test_unknown_faults_are_ours() -> None:
     assert json.loads(errors.error_object(ParallmError("x", param="p")))["error"]["param"] == "p"
 
 
-def test_every_reference_of_the_openapi_document_leads_somewhere() -> None:
-    for _ in range(2):  # what routes describe by constants is there for the next app, too
-        document = create_app(ApiSettings(redis="redis://127.0.0.1:1")).openapi()
+def test_every_reference_of_the_openapi_document_leads_somewhere(documents: list[dict[str, Any]]) -> None:
+    for document in documents:  # what routes describe by constants is there for the next app, too
         named = set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(document)))
         there = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
         assert named and named <= there, sorted(named - there)

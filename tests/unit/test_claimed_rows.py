@@ -55,3 +55,17 @@ def test_rows_are_counted_by_what_they_can_hold() -> None:
         card = ModelCard("m", 1000, 10, (), "", "", kv_bytes_per_token=8, dtype="float32", kv_window=window)
         plan = claim_plan(rows, settings, card, 800, most_rows=settings.max_batch_size)
         assert (plan.kv_tokens, plan.kv_window) == (free, window)
+
+
+def test_a_prompt_that_rows_share_counts_once() -> None:
+    """200 positions; three samples of 50 + 10 take 49 + 3 x 11 of them, and copies of all 180."""
+    rows, settings = ClaimedRows(), load(WorkerSettings, [])
+    for number in range(3):
+        spec = SequenceSpec(f"s{number}", "m", (1,) * 50, SamplingParams(10, 0), group="one")
+        rows.add(ClaimedRow.after(Claim(spec, "stream", f"0-{number}", 1), []))
+    card = ModelCard("m", 1000, 10, (), "", "", kv_bytes_per_token=8, dtype="float32")
+    free = [
+        claim_plan(rows, settings, card, 1600, most_rows=settings.max_batch_size, shares=shares).kv_tokens
+        for shares in (False, True)
+    ]
+    assert free == [20, 118]

@@ -1,6 +1,7 @@
 """Each family in its own language: what its template writes of earlier turns is what we read, and what we force."""
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ HARD = {
 FAMILY = pytest.mark.parametrize("family", sorted(SHAPES))
 
 
+@cache
 def codec_of(family: str, tokens: bool = False) -> TextCodec:
     """The codec of a model of this family, whose marks are letters, or special tokens as in the real vocabularies."""
     document, marks = json.loads(bundle().tokenizer_json), []

@@ -197,7 +197,7 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
     )
     teacher: str = Field(
         default="",
-        description="mode distill: whom the policy learns from, a model or NAME@VERSION that the ring serves",
+        description="mode distill: the teacher of the policy, a model or NAME@VERSION that the ring serves",
     )
     teacher_top_k: int = Field(
         default=20,

@@ -40,7 +40,7 @@ class LoggerSettings(BaseModel):
     )
     logger: LoggerNames = Field(
         default=[],
-        description="wandb, mlflow, trackio: whom each train step's figures go to; needs the extra of that name",
+        description="wandb, mlflow, trackio: where each train step's figures are sent; needs the extra of that name",
     )
     logger_project: str = Field(default="mlx-parallm", min_length=1, description="of the run, at these loggers")
 

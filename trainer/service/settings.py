@@ -38,4 +38,4 @@ class LearnersSettings(JoinSettings, MachineSettings):
     )
     idle_s: float = Field(default=300, gt=0, description="a learner without requests leaves memory after this long")
     state_every: int = Field(default=16, ge=1, description="requests after which a learner's state is stored, at most")
-    state_after_s: float = Field(default=2, gt=0, description="and so long after its last request")
+    state_after_s: float = Field(default=2, gt=0, description="and this time after its last request")
