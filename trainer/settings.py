@@ -23,6 +23,7 @@ from trainer.learn.options import (
     AdapterShape,
     AdvantageScale,
     DataSettings,
+    ImportanceLevel,
     LossName,
     LossOptions,
     OptimizeOptions,
@@ -153,7 +154,7 @@ class TrainSettings(
 
     loss: LossName = Field(default="dapo", description="the objective; trainer/learn/losses.py says what each is")
     advantage_scale: AdvantageScale = Field(
-        default="mean", description="mean: Dr.GRPO's; std: GRPO's; leave_one_out: RLOO's"
+        default="mean", description="mean: Dr.GRPO's; std: GRPO's; leave_one_out: RLOO's; maximum_likelihood: MaxRL's"
     )
     clip_low: float | None = Field(
         default=None, gt=0, description="how far below 1 the ratio counts; default: 0.2, for gspo 0.0003"
@@ -172,6 +173,9 @@ class TrainSettings(
     )
     importance_truncation: float = Field(
         default=2.0, ge=1, description="largest weight of the correction for an old or another sampler"
+    )
+    importance_level: ImportanceLevel = Field(
+        default="token", description="what has a weight of its own in that correction: each token, or the whole sample"
     )
     dual_clip: float = Field(
         default=3.0, ge=0, description="largest ratio that counts where the advantage is negative; 0: no bound"
@@ -385,6 +389,7 @@ class TrainSettings(
             self.entropy_bonus,
             self.importance_truncation,
             self.dual_clip,
+            self.importance_level,
         )
         schedule = Schedule(self.schedule, self.learning_rate, self.warmup_steps, self.steps, self.final_rate_fraction)
         return OptimizeOptions(

@@ -59,7 +59,7 @@ def run(script: Path, python: str, node: Path | None, url: str) -> bool:
     }
     if script.suffix == ".mjs":
         assert node is not None
-        script = Path(shutil.copy(script, node))  # Node looks for packages beside the script
+        script = Path(shutil.copy(script, node.absolute()))  # Node looks for packages beside the script
     command = ["node" if script.suffix == ".mjs" else python, str(script)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=SCRIPTS)

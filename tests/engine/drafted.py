@@ -118,7 +118,7 @@ def some_rows(draw: random.Random, most: int, options: list[dict[str, Any]]) -> 
 
 def resubmit(bench: Bench, rows: list[SequenceSpec]) -> None:
     """Set all rows aside that run, and submit them again with what they have told."""
-    running = [each for each in rows if each.id in bench.engine._rows]
+    running = [each for each in rows if each.id in bench.engine.rows]
     bench.engine.set_aside([each.id for each in running])
     bench.turn()
     for each in running:
@@ -141,7 +141,7 @@ def accepted_unchanged(loaded: LoadedModel, seed: int, config: SpeculationConfig
     chunk, kept = draw.choice([4, 64]), draw.choice([0, 1 << 24])
     config = replace(config, reads_beside=bool(seed % 2))
     drafting = Bench(loaded, speculation=config, prefill_chunk=chunk, prefix_cache_bytes=kept, block_size=4)
-    drafting.engine._batch._tells_at_once = draw.random() < 0.5
+    drafting.engine.batch._tells_at_once = draw.random() < 0.5
     cancelled: set[str] = set()
     for each in rows:
         taken = draw.randrange(len(plain.events[each.id])) if draw.random() < 0.3 else 0  # by an earlier attempt

@@ -340,13 +340,15 @@ def test_many_steps_at_once_are_timed_as_each_by_itself(monkeypatch: pytest.Monk
     def begun(rows: int, **_: bool) -> None:
         begin(rows, alone=len(world.steps) != began[0], hurried=False)
         if len(world.steps) > 8:
-            assert drafting._account.plain_s == pytest.approx(1.0, abs=0.06)
+            assert drafting.account(32, has_texts=False).plain_s == pytest.approx(1.0, abs=0.06)
 
     monkeypatch.setattr(drafting, "begin", begun)
     for job in range(1, 5):
         world.run()
         assert drafting._times.usual(32, 1) == pytest.approx(0.98, abs=0.03)
-        assert drafting._account._steps == pytest.approx(3 + (0.01 * TOKENS - 0.11 * 6) * job, abs=0.5)
+        assert drafting.account(32, has_texts=False).steps == pytest.approx(
+            3 + (0.01 * TOKENS - 0.11 * 6) * job, abs=0.5
+        )
         world._written = World([None] * 32, 0.02, seed=job)._written
         world._now, began[0] = world._now + 100, len(world.steps)
 
@@ -444,7 +446,7 @@ def test_steps_that_decode_no_row_tell_nothing_of_those_that_do() -> None:
     drafting = Drafting(SpeculationConfig(), [KVCache()], clock=lambda: now)
     for rows in (0, 0, 0, 2, 2, 2):
         drafting.begin(rows, alone=False, hurried=False)
-        known = drafting._costs[False].known(2, 1)
+        known = drafting.costs[False].known(2, 1)
         assert known is None or known == 0.5
         now += 0.5 if rows else 9.0
     assert known == 0.5
@@ -458,7 +460,7 @@ def test_a_step_whose_drafts_are_all_dropped_is_not_timed() -> None:
         drafting.waited(0.9)
         drafting.checks_nothing()
         now += 1.0
-    assert drafting._costs[True].known(1, 1) is None
+    assert drafting.costs[True].known(1, 1) is None
 
 
 def test_a_check_that_the_next_step_reads_is_timed_as_a_whole() -> None:
@@ -473,7 +475,7 @@ def test_a_check_that_the_next_step_reads_is_timed_as_a_whole() -> None:
             drafting.checks(width, step)
         now += took
     drafting.begin(1, alone=True, hurried=False)
-    times = {width: list(of.each) for width, of in drafting._costs[True]._times[1].items()}
+    times = {width: list(of.each) for width, of in drafting.costs[True]._times[1].items()}
     assert times == {6: pytest.approx([2.0, 2.0]), 3: pytest.approx([1.0])}
 
 
@@ -520,4 +522,4 @@ def more_operations(layers: int) -> int:
 def test_on_a_cpu_many_rows_try_nothing_at_first(rows: int, *, on_cpu: bool, lends: bool) -> None:
     drafting = Drafting(SpeculationConfig(), [KVCache()], on_cpu=on_cpu)
     drafting.begin(rows, alone=True, hurried=False)
-    assert drafting._account.is_spent is not lends
+    assert drafting.account(rows, has_texts=False).is_spent is not lends

@@ -150,10 +150,10 @@ def test_rows_that_are_fast_by_turns_pile_up_no_padding(model_of: Model, name: s
         rows[at] = structs.replace(each, prediction_ids=tuple(turns))
     bench = Bench(model_of(name), speculation=replace(ALWAYS, own_text=False, memory_bytes=0, overlaps=False))
     bench.submit(*rows)
-    running = bench.engine._batch
+    running = bench.engine.batch
     assert isinstance(running, batch.SpeculatingBatch)
     aligned = 0
-    while bench.engine._rows:
+    while bench.engine.rows:
         bench.turn()
         if any(running._slack):
             aligned += 1
@@ -179,7 +179,7 @@ def test_rows_end_together_again_where_it_costs_to_write_them_apart(
     bench = Bench(llama, speculation=replace(ALWAYS, own_text=False, memory_bytes=0))
     slacks, align = [], batch.align
     monkeypatch.setattr(batch, "align", lambda caches: (slacks.append(list(running._slack)), align(caches)))
-    running = bench.engine._batch
+    running = bench.engine.batch
     assert isinstance(running, batch.SpeculatingBatch)
     bench.submit(*rows)
     bench.run()

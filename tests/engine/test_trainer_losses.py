@@ -166,6 +166,16 @@ def test_truncated_importance_weights() -> None:
     assert weights.tolist()[0] == pytest.approx([math.exp(0.5), 2.0, math.exp(-0.5), 1.0])
 
 
+def test_a_sequence_level_weight_is_the_product_of_its_tokens_ratios() -> None:
+    old, sampler = (
+        mx.array([[-1.0, -2.0, -3.0], [-1.0, -1.0, -9.0]]),
+        mx.array([[-1.3, -1.9, -3.0], [-3.0, -2.0, -1.0]]),
+    )
+    mask = mx.array([[True, True, True], [True, True, False]])
+    weights = truncated_weights(old, sampler, mask, bound=2.0, level="sequence")
+    assert np.allclose(np.array(weights), [[math.exp(0.2)] * 3, [2.0, 2.0, 1.0]], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("grpo", (2.0 + 1.5) / 2), ("dr_grpo", (6.0 + 3.0) / 8), ("dapo", 9 / 5)],

@@ -43,7 +43,7 @@ class Witness(SpiedModel):
     farthest: int
 
     def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
-        running = self.bench.engine._batch
+        running = self.bench.engine.batch
         assert isinstance(running, batch.SpeculatingBatch)
         if tokens_BL.shape[1] > 1 and running.decoding:
             self.seen.append((tokens_BL.shape[0], running._unread is not None))
@@ -170,7 +170,7 @@ def test_rows_with_a_text_do_not_wait_for_what_those_without_one_have_lost(
     steps.clear()
     bench.submit(*rows)
     bench.run()
-    assert steps and drafting._has_texts and lost._steps < -90
+    assert steps and drafting.has_texts and lost.steps < -90
     assert bench.engine.stats().speculation.accepted > 100
 
 
@@ -181,7 +181,7 @@ def test_drafts_are_charged_to_what_allowed_them_whoever_has_come_or_left_since(
 
     def begin(*, has_texts: bool) -> None:
         drafting.begin(4, alone=True, hurried=False)
-        drafting._has_texts = has_texts
+        drafting.has_texts = has_texts
 
     def end(seconds: float) -> None:
         drafting.told(4)
@@ -203,7 +203,7 @@ def test_drafts_are_charged_to_what_allowed_them_whoever_has_come_or_left_since(
         for _ in range(3):  # timed anew, as after a loss
             begin(has_texts=True)
             end(1.0)
-    assert 2 < checks < 10 and others._steps > AT_FIRST
+    assert 2 < checks < 10 and others.steps > AT_FIRST
 
 
 def test_rows_with_a_text_begin_with_what_is_known_of_such_rows(llama: LoadedModel) -> None:
@@ -248,7 +248,7 @@ def test_a_check_that_stays_unread_tells_what_it_is_fed(llama: LoadedModel, step
     """On a GPU a row's first token is under way then."""
     (row,) = predicted(Bench(llama), spec("s", prompt_of(9), max_tokens=60))
     bench = Bench(llama, speculation=replace(ALWAYS, own_text=False, memory_bytes=0))
-    bench.engine._batch._tells_at_once = False
+    bench.engine.batch._tells_at_once = False
     bench.submit(row)
     bench.until(lambda: bool(steps))
     assert steps == ["begins"] and bench.tokens("s") == list(row.prediction_ids[:1])
@@ -272,7 +272,7 @@ def test_a_step_is_read_and_told_while_the_next_one_is_given_out(
     looked, waited, drafts = threading.Event(), list[bool](), count()
 
     def behind_the_other(step: Unread, next_B: mx.array) -> None:
-        before = cast(batch.SpeculatingBatch, bench.engine._batch)._unread
+        before = cast(batch.SpeculatingBatch, bench.engine.batch)._unread
         if before is not None and before is not step:
             waited.append(looked.wait(HANG_S))
             looked.clear()
@@ -322,7 +322,7 @@ def test_a_row_that_cannot_be_told_of_ends_and_those_before_it_have_been_told(
     bench, logprob, left = Bench(llama, speculation=BESIDE), Draw.logprob, count(-15)
 
     def failing(draw: Draw, index: int) -> float:
-        if len(bench.engine._rows["s0"].tokens) == 13 and next(left) == -13:
+        if len(bench.engine.rows["s0"].tokens) == 13 and next(left) == -13:
             raise RuntimeError("the device has failed")
         return logprob(draw, index)
 

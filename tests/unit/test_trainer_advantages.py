@@ -21,6 +21,13 @@ def test_leave_one_out_compares_with_the_others() -> None:
     assert group_advantages([3, 1, 2], "leave_one_out").tolist() == pytest.approx([1.5, -1.5, 0.0])
 
 
+def test_maximum_likelihood_divides_by_the_share_that_is_right() -> None:
+    # one of four is right: (1 - 1/4) / (1/4) and (0 - 1/4) / (1/4); the gradient of log p by 4 samples, times 4
+    assert group_advantages([1, 0, 0, 0], "maximum_likelihood").tolist() == [3, -1, -1, -1]
+    assert group_advantages([1, 1, 1, 0], "maximum_likelihood").tolist() == pytest.approx([1 / 3] * 3 + [-1])
+    assert group_advantages([-1, 0, 0], "maximum_likelihood").tolist() == [0, 0, 0], "none is right"
+
+
 def test_equal_rewards_have_no_signal() -> None:
     assert not has_signal([0.3, 0.3, 0.3])
     assert not has_signal([1.0])

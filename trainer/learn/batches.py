@@ -98,14 +98,21 @@ def group_advantages(rewards_G: npt.ArrayLike, scale: AdvantageScale = "mean") -
       nearly never solved do not weigh more than others.
     - `std`: A_i = (r_i - mean(r)) / (std(r) + 1e-4), std over the whole group. GRPO, arXiv 2402.03300.
     - `leave_one_out`: A_i = r_i - mean of the others = (r_i - mean(r)) * G / (G - 1). RLOO, arXiv 2402.14740.
+    - `maximum_likelihood`: A_i = (r_i - mean(r)) / mean(r), of rewards that say how right a sample is; those below 0
+      count as 0. MaxRL, arXiv 2602.02710: the gradient of log p(right) in place of p(right), so that prompts which are
+      seldom solved weigh more.
     """
     rewards = np.asarray(rewards_G, dtype=np.float64)
     if rewards.ndim != 1 or rewards.size == 0:
         raise ValueError(f"a group's rewards are a non-empty list, not of shape {rewards.shape}")
     if not np.isfinite(rewards).all():
         raise ValueError(f"a group's rewards must be finite: {rewards.tolist()}")
+    if scale == "maximum_likelihood":
+        rewards = np.maximum(rewards, 0)
     centred = rewards - rewards.mean()
-    if scale == "std":
+    if scale == "maximum_likelihood" and rewards.any():
+        centred = centred / rewards.mean()
+    elif scale == "std":
         centred = centred / (rewards.std() + STD_EPSILON)
     elif scale == "leave_one_out" and rewards.size > 1:
         centred = centred * (rewards.size / (rewards.size - 1))

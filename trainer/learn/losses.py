@@ -13,13 +13,14 @@ Invariants.
   (Ye et al., "Mastering complex control in MOBA games with deep reinforcement learning", arXiv 1912.09729, 2020).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from trainer.learn.options import LossName, LossOptions
+from trainer.learn.options import ImportanceLevel, LossName, LossOptions
 
 
 @dataclass(frozen=True)
@@ -157,14 +158,20 @@ def k3(logp_BT: mx.array, reference_BT: mx.array, mask_BT: mx.array) -> mx.array
     return mx.exp(d_BT) - d_BT - 1
 
 
-def truncated_weights(old_BT: mx.array, sampler_BT: mx.array, mask_BT: mx.array, bound: float) -> mx.array:
+def truncated_weights(
+    old_BT: mx.array, sampler_BT: mx.array, mask_BT: mx.array, bound: float, level: ImportanceLevel = "token"
+) -> mx.array:
     """Truncated importance sampling: sg[min(exp(logpi_v - logmu), C)], 1 where masked.
 
     Corrects for a sampler that was older, or that rounds differently. Yao et al., "Your efficient RL framework
     secretly brings you off-policy RL training", 2025 (https://fengyao.notion.site/off-policy-rl); Ionides 2008.
+    With `level` sequence each token has its row's weight, in which logpi_v - logmu is summed over the row: unbiased for
+    C to infinity, at a larger variance (Liu et al., "When speed kills stability", 2025).
     """
-    weight_BT = mx.exp(mx.where(mask_BT, old_BT - sampler_BT, 0.0))
-    return mx.stop_gradient(mx.minimum(weight_BT, bound))
+    log_BT = mx.where(mask_BT, old_BT - sampler_BT, 0.0)
+    if level == "sequence":
+        log_BT = mx.where(mask_BT, log_BT.sum(axis=1, keepdims=True), 0.0)
+    return mx.stop_gradient(mx.exp(mx.minimum(log_BT, math.log(bound))))
 
 
 # -- tuning: B rows, T completion positions, N pairs; each loss is a part's share of the mean over a batch

@@ -225,7 +225,7 @@ class Optimizer:
             corrected_BT = arrays.mask_BT
             if own:
                 corrected_BT = corrected_BT & mx.array(batch.policy_step_BT != policy_step)
-            weight_BT = truncated_weights(old_BT, arrays.sampler_BT, corrected_BT, bound)
+            weight_BT = truncated_weights(old_BT, arrays.sampler_BT, corrected_BT, bound, self.options.loss.level)
             mx.eval(old_BT, weight_BT)
         if self.options.loss.kl_coefficient:
             with weights_in(self.policy, self.policy.origin) as reference:

@@ -17,7 +17,8 @@ from shared.heads import MAX_HIDDEN, REWARD, HeadSpec, check_heads
 from shared.redis.connection.address import SCHEMES
 from trainer.sharing import LearnerSettings
 
-AdvantageScale = Literal["mean", "std", "leave_one_out"]
+AdvantageScale = Literal["mean", "std", "leave_one_out", "maximum_likelihood"]
+ImportanceLevel = Literal["token", "sequence"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 TrainMode = Literal["rl", "reward", "sft", "dpo", "distill", "ppo"]
 FEEDBACK = "feedback:"  # begins a data set that is no file
@@ -63,6 +64,7 @@ class LossOptions:
     entropy_bonus: float = 0.0
     truncation: float = 2.0  # C of truncated importance sampling
     dual_clip: float = 3.0  # c: bound on the ratio where A < 0; 0: none
+    level: ImportanceLevel = "token"  # of truncated importance sampling
 
 
 CLIP_RANGES: Mapping[LossName, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "ppo": (0.2, 0.2)}  # other than usual
@@ -232,7 +234,7 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
             if group_size < 2:
                 raise SetupError("--group-size 1 leaves a sample nothing to be compared with: it goes with --loss ppo")
             return
-        if scale == "leave_one_out":
+        if scale in ("leave_one_out", "maximum_likelihood"):
             raise SetupError(f"--advantage-scale {scale} compares the samples of a group: with --loss ppo values do")
 
     def check_mode(self, shared: Iterable[str], dataset: Path | None, connect_to: str, loss: LossName) -> None:

@@ -267,8 +267,9 @@ async def take_part(
 
 SAME = (
     "lora_kind", "lora_rank", "lora_scale", "lora_targets", "seed", "loss", "clip_low", "clip_high", "kl_coefficient",
-    "entropy_bonus", "importance_truncation", "dual_clip", "ratio", "minibatches", "update_epochs", "head_hidden",
-    "head_only", "head_learning_rate", "discount", "gae_lambda", "value_coefficient", "value_clip", "advantage_scale",
+    "entropy_bonus", "importance_truncation", "importance_level", "dual_clip", "ratio", "minibatches", "update_epochs",
+    "head_hidden", "head_only", "head_learning_rate", "discount", "gae_lambda", "value_coefficient", "value_clip",
+    "advantage_scale",
 )  # fmt: skip
 _OWN = ("microbatch_tokens", "microbatch_s", "microbatch_gb", "gradient_checkpointing")  # as this machine can
 

@@ -95,13 +95,13 @@ class Drafting:
         self._rows: dict[Row, Source] = {}
         self._memory = Memory(self._config.memory_bytes, tuple({self._config.ngram_min, self._config.ngram_max}))
         self._texts = Texts(self._memory, self._config, keeps=self._keeps)
-        self._has_texts, self._size_then = False, 0  # most rows of a batch of that size, when it was looked at
+        self.has_texts, self._size_then = False, 0  # most rows of a batch of that size, when it was looked at
         self._all_batch = False  # rows of the latest step in which some were looked at
         self._foreseen: dict[Row, tuple[int, int, list[int]]] = {}  # of so many tokens, and up to so many to come: ids
         self._predicted: set[Row] = set()  # whose drafts in the latest step that checks some are of their predictions
         # What drafts cost and bring.
-        self._costs = {alone: Costs() for alone in (True, False)}  # the latter amid prompts
-        self._costs[True].beside, self._costs[False].beside = self._costs[False], self._costs[True]
+        self.costs = {alone: Costs() for alone in (True, False)}  # the latter amid prompts
+        self.costs[True].beside, self.costs[False].beside = self.costs[False], self.costs[True]
         self._on_cpu = device.on_cpu() if on_cpu is None else on_cpu
         self._accounts: dict[tuple[int, bool], Account] = {}
         self._tried_on = Account()  # the latest drafts; others may be most when their check is read
@@ -127,7 +127,7 @@ class Drafting:
         shows = last.kind == "checks" or (last.kind in ("plain", "follows") and last.width == last.before > 0)
         may_be_timed = shows and not (last.model_reads or last.catches_up or may_have_idled)
         if may_be_timed and last.rows and (rows == last.rows or not is_alone):
-            self._costs[is_alone].took(last.rows, last.width, (took - last.waited) / steps, steps)
+            self.costs[is_alone].took(last.rows, last.width, (took - last.waited) / steps, steps)
         if last.rows and self._config.adapts_to_time:
             usual = 0.0 if may_have_idled else (took - last.looked) / steps
             self._settle(usual, last.tokens / last.rows / steps, steps)
@@ -173,7 +173,7 @@ class Drafting:
 
     @property
     def _account(self) -> Account:
-        return self.account(self._now.rows, has_texts=self._has_texts)
+        return self.account(self._now.rows, has_texts=self.has_texts)
 
     @property
     def owes(self) -> bool:
@@ -182,7 +182,7 @@ class Drafting:
 
     @property
     def _times(self) -> Costs:
-        return self._costs[self._now.alone]
+        return self.costs[self._now.alone]
 
     def waited(self, seconds: float) -> None:
         """For the step before, within this one."""
@@ -197,7 +197,7 @@ class Drafting:
         if new := [row for row in rows if row not in self._rows]:
             self._silence.steps = 0
         if new or len(rows) != self._size_then:
-            self._has_texts, self._size_then = self._texts.of_most(rows), len(rows)
+            self.has_texts, self._size_then = self._texts.of_most(rows), len(rows)
         asks_at = self._silence.asks_at(self._step, self._times.usual(len(rows), 1) if by_clock else None)
         asks_at = max(asks_at, self._step + self._account.rests if by_clock else 0)
         rests = asks_at > self._step

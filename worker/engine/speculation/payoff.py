@@ -294,7 +294,7 @@ class Account:
         """`beside`: of batches of the same size, whose steps without drafts take as long. `lends`: some may be lost at
         first. Else two hundredths of the time must have paid for half a step before a try: where a step that checks
         drafts takes several times as long as others, three are much of a short job."""
-        self._steps = AT_FIRST if lends else 0.0
+        self.steps = AT_FIRST if lends else 0.0
         self._earned, self._again = (EARNED, AGAIN) if lends else (2 * EARNED, AGAIN / 2)
         # Checks; before, each loses a step at most: two may be of one moment in which a GPU's kernels are compiled.
         self._enough = 3 if lends else 2
@@ -321,12 +321,12 @@ class Account:
 
     @property
     def rests(self) -> int:
-        return min(LONGEST_REST, math.ceil((self._again - self._steps) / self._earned)) if self.is_spent else 0
+        return min(LONGEST_REST, math.ceil((self._again - self.steps) / self._earned)) if self.is_spent else 0
 
     @property
     def owes(self) -> bool:
         """True if drafts have cost more than they brought, and than each step since allows to lose."""
-        return self._steps < AT_FIRST
+        return self.steps < AT_FIRST
 
     def plain(self, seconds: float, tokens: float, steps: int = 1) -> None:
         """A step without drafts that follows one without, and so many tokens a row; or so many, on average. `seconds`:
@@ -369,8 +369,8 @@ class Account:
             self.add(-seconds / plain)
 
     def add(self, steps: float) -> None:
-        self._steps = min(SAVED, self._steps + steps)
-        self.is_spent = self._steps < (self._again if self.is_spent else 0.0)
+        self.steps = min(SAVED, self.steps + steps)
+        self.is_spent = self.steps < (self._again if self.is_spent else 0.0)
 
 
 class Silence:
