@@ -30,7 +30,7 @@ from mlx_model.draft import DraftModel, check_tokenizer
 from mlx_model.heads.classifier import Classifier, is_classifier
 from mlx_model.heads.head import Heads
 from mlx_model.kv.cuda import attention as cuda_attention
-from mlx_model.kv.kinds import window_of
+from mlx_model.kv.kinds import kind_of, leaves, window_of
 from mlx_model.kv.layout import KvLayout, check_asked, layout_of
 from mlx_model.mended import mend
 from mlx_model.pipeline import cut
@@ -128,8 +128,9 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     context = _context_length(model_config, config.max_context)
     times = None if tuning is None else tuning.kv.get(config.kv_bits)
     kv = layout_of(model, config.kv_bits, config.kv_group_size, _bound(config, context), times)
-    kv_bytes, kv_window, vocab, dtype = _measure(model, kv)
-    kv_bytes = kv_bytes if ranks is None else ranks.largest(kv_bytes)
+    (kv_bytes, unshared), kv_window, vocab, dtype = _measure(model, kv)
+    if ranks is not None:
+        kv_bytes, unshared = ranks.largest(kv_bytes), ranks.largest(unshared)
     states = hidden_size(model)
     card = ModelCard(
         name=config.served_name or short_name(config.model),
@@ -140,6 +141,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
         base_sha256=sha256,
         kv_bytes_per_token=kv_bytes,
         kv_window=kv_window,
+        kv_unshared_bytes=unshared,
         dtype=dtype,
         quantization=_quantization(model_config),
         kv=kv.name,
@@ -331,7 +333,7 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
         check_tokenizer(bundle, its_bundle)
         check_batch(model, config.max_rows)
         kv = KvLayout()
-        kv_bytes, _, vocab, _ = _measure(model, kv)
+        (kv_bytes, _), _, vocab, _ = _measure(model, kv)
         short = name.rstrip("/").rsplit("/", 1)[-1]
         draft = DraftModel(short, model, vocab, _context_length(its_config, None), kv_bytes, kv)
         draft.check()
@@ -368,18 +370,22 @@ def _set_dtype(model: Any, dtype: str | None) -> None:
     model.set_dtype(_DTYPES[dtype])
 
 
-def _measure(model: Any, kv: KvLayout) -> tuple[int, int, int, str]:
-    """KV bytes per position, how many a row holds, vocabulary size and activation dtype, by a forward of one token."""
+def _measure(model: Any, kv: KvLayout) -> tuple[tuple[int, int], int, int, str]:
+    """KV bytes per position, how many a row holds, vocabulary size and activation dtype, by a forward of one token.
+
+    The second number of bytes is that of leaves whose KV rows never share.
+    """
     caches = kv.new(model)
     logits_1LV = model(mx.zeros((1, 1), mx.int32), cache=caches)
     mx.eval(logits_1LV, [cache.state for cache in caches])
-    per_token = sum(map(_bytes_per_position, caches))
-    return max(1, per_token), window_of(caches), logits_1LV.shape[-1], str(logits_1LV.dtype).removeprefix("mlx.core.")
+    each = [(_bytes_per_position(leaf), kind_of(leaf).is_cut) for leaf in leaves(caches)]
+    per_token = max(1, sum(nbytes for nbytes, _ in each))
+    unshared = sum(nbytes for nbytes, is_cut in each if not is_cut)
+    dtype = str(logits_1LV.dtype).removeprefix("mlx.core.")
+    return (per_token, unshared), window_of(caches), logits_1LV.shape[-1], dtype
 
 
 def _bytes_per_position(cache: Any) -> int:
-    if hasattr(cache, "caches"):
-        return sum(map(_bytes_per_position, cache.caches))
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
         return 0  # state of fixed size

@@ -22,7 +22,9 @@ import numpy.typing as npt
 from shared.seeds import uniform
 from shared.sequences import LEAST_TEMPERATURE, SamplingParams, SequenceResult, SequenceSpec
 
-BOUNDS = {"float32": 1e-3}  # of probability, by the dtype of a model; measured by tests/bench/replay.py
+BOUNDS = {
+    "float32": 1e-3
+}  # of probability, by the dtype of a model; tests/bench/replay.py measures what rounding moves
 BOUND_16_BIT = 0.05
 MOST_DIFFERENCES = 32  # of one sequence, after which no more of its tokens are judged
 

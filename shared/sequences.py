@@ -198,6 +198,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     modules: dict[str, tuple[int, int]] = {}  # that adapters may adapt: path -> (in, out); empty: not known
     kv: str = ""  # how KV is quantised or bounded, like "8 bits, groups of 64, 28 of 28 caches"; "": it is not
     kv_window: int = 0  # positions of KV that a row holds at most, however long it is; 0: all
+    kv_unshared_bytes: int = 0  # of kv_bytes_per_token, those of layers whose KV rows never share: windows
     sources: tuple[str, ...] = ()  # what its workers were given as --model: hub names, folders; requests may use these
     hidden_size: int = 0  # of the hidden states that embeddings and heads are made of; 0: not known, or it shows none
     heads: dict[str, HeadSpec] = {}  # of its own

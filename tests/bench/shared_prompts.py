@@ -32,7 +32,7 @@ from worker.engine.engine import Engine
 from worker.engine.messages import RowRequest
 
 SAMPLES, PROMPT, ANSWER = 16, 2048, 256  # of the memory part
-COPIES = 3  # that fit there
+COPIES = 4  # that fit there
 CONTEXT = 16_384
 ROOM = 1024  # positions that a row may come to
 FORMS = ("off", "auto", "always")  # the first one is what others are compared with

@@ -13,6 +13,7 @@ from mlx_model.loader import LoadedModel, base_sha256, load_model
 from shared.errors import SetupError
 from shared.text.codec import TextCodec
 from tests.engine.conftest import Bench, prompt_of, spec
+from tests.engine.kv_models import CONFIGS
 from tests.engine.small_models import BOS, EOS, LLAMA, QWEN3, write_model
 
 
@@ -90,6 +91,13 @@ def test_the_base_hash_names_config_and_weights(tmp_path: Path) -> None:
 def test_context_and_name_can_be_set(llama_folder: Path) -> None:
     loaded = load_model(EngineConfig(str(llama_folder), served_name="mine", max_context=100, kv_limit_bytes=123_456))
     assert (loaded.card.name, loaded.card.context_length, loaded.kv_limit_bytes) == ("mine", 100, 123_456)
+
+
+def test_a_card_says_what_part_of_its_kv_rows_never_share(tmp_path: Path) -> None:
+    """One of two layers has a window, which each row holds by itself."""
+    config = LLAMA | CONFIGS["gemma3_text"] | {"model_type": "gemma3_text", "tie_word_embeddings": True}
+    card = load_model(EngineConfig(str(write_model(tmp_path, config)))).card
+    assert card.kv_bytes_per_token == 2 * card.kv_unshared_bytes > 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

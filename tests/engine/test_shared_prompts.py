@@ -19,7 +19,7 @@ from mlx_model.loader import LoadedModel
 from shared.sequences import SequenceSpec
 from tests.engine import test_batching
 from tests.engine.adapter_bench import AdapterBench, make_versions, row
-from tests.engine.conftest import Bench, prompt_of, spec
+from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.kv_models import Model
 from tests.engine.test_kv_kinds import bench_of, check_like_cold
 from tests.engine.test_speculation import ALWAYS, predicted
@@ -91,9 +91,10 @@ def test_a_beginning_that_the_prefix_cache_had_is_shared_by_other_prompts(llama:
     check_like_cold(llama, bench, *specs)
 
 
-def test_what_is_stored_for_no_others_is_shared_with_none(llama: LoadedModel) -> None:
+@pytest.mark.parametrize("how", [{"cache": False}, {"fresh": True}])
+def test_what_is_for_no_others_or_from_none_is_shared_with_none(llama: LoadedModel, how: dict[str, bool]) -> None:
     bench, prompt = bench_of(llama, share_prompts="always"), prompt_of(40)
-    specs = [structs.replace(spec(f"s{n}", prompt), cache=n == 0) for n in range(3)]
+    specs = [spec("s0", prompt), *(structs.replace(spec(f"s{n}", prompt), **how) for n in (1, 2))]
     bench.submit(*specs)
     bench.until(lambda: bench.engine.batch.decoding == 3)
     assert bench.engine.batch.spared == 0
@@ -115,12 +116,32 @@ def test_more_rows_fit_the_memory(llama: LoadedModel) -> None:
         assert stats.kv_bytes <= loaded.kv_limit_bytes
         if when == "auto":
             token = llama.card.kv_bytes_per_token
-            assert stats.kv_bytes == (127 + 16 * 17) * token  # a row feeds the prompt's last id by itself
+            assert stats.kv_bytes == (2 * 127 + 16 * 17) * token  # a row feeds the prompt's last id by itself
             assert stats.kv_spared_bytes == 15 * 127 * token
             assert held(bench) <= (127 + 16 * 256) * token  # arrays grow by 256 positions
         bench.run()
         check_like_cold(llama, bench, *specs)
     assert rows == {"off": 4, "auto": 16}
+
+
+def test_prompts_come_one_by_one_where_copies_do_not_fit(llama: LoadedModel) -> None:
+    """16 samples are taken over, which begin with the prompt that the cache has: one copy at a time is computed."""
+    loaded, prompt = replace(llama, kv_limit_bytes=5 * 160 * llama.card.kv_bytes_per_token), prompt_of(128)
+    before = bench_of(llama)
+    specs = group("a", prompt, 16, max_tokens=32)
+    before.submit(*specs)
+    before.until(lambda: all(len(before.tokens(each.id)) > 3 for each in specs))
+    bench = bench_of(loaded, max_rows=64, prefill_rows=16)
+    bench.submit(spec("first", prompt, max_tokens=1))
+    bench.run()
+    spy = SpiedModel.inside(bench)
+    shapes: list[Sequence[int]] = []
+    spy.fails = lambda ids_BL: bool(shapes.append(ids_BL.shape))  # type: ignore[func-returns-value]
+    for each in specs:
+        bench.submit(each, prior=tuple(before.events[each.id]), attempt=2)
+    bench.run()
+    assert {rows for rows, width in shapes if width > 1} == {1}
+    assert all(bench.finish(each.id).reason == "length" for each in specs)
 
 
 def test_a_batch_takes_the_form_that_pays_and_leaves_it(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +204,43 @@ def test_equal_prompts_of_other_versions_share_nothing(llama: LoadedModel, tmp_p
         bench.submit(late := row("late", prompt, "a"), *(same := [row(f"t{at}", prompt, "a@1") for at in range(2)]))
         bench.run()
         for each in (late, *same):
+            bench.assert_true_to_its_versions(each)
+
+
+def test_samples_whose_prompt_two_versions_computed_share_it(llama: LoadedModel, tmp_path: Path) -> None:
+    """For it was computed once for all of them, and admission counts it once."""
+    with AdapterBench(llama, make_versions(llama, tmp_path), share_prompts="always", prefill_chunk=8) as bench:
+        bench.publish("a@1")
+        bench.load("a@1")
+        prompt = prompt_of(300)
+        rows = [row(f"s{at}", prompt, "a", group="g", adapter_policy="follow") for at in range(3)]
+        bench.submit(*rows)
+        bench.turn()
+        bench.publish_and_read("a@2")
+        bench.until(lambda: bench.engine.batch.decoding == 3)
+        assert {len(each.kv_versions) for each in bench.engine.rows.values()} == {2}
+        assert bench.engine.batch.spared == 2 * 299
+        bench.run()
+        assert bench.tokens("s0") == bench.tokens("s1") == bench.tokens("s2")
+
+
+def test_what_rows_write_with_another_version_leaves_their_prompt_shared(llama: LoadedModel, tmp_path: Path) -> None:
+    loaded = replace(llama, kv_limit_bytes=690 * llama.card.kv_bytes_per_token)  # 4 copies of 60 + 90
+    with AdapterBench(loaded, make_versions(llama, tmp_path), max_rows=16) as bench:
+        bench.publish("a@1")
+        bench.load("a@1")
+        prompt = prompt_of(60)
+        rows = [row(f"s{at}", prompt, "a", group="g", adapter_policy="follow", max_tokens=90) for at in range(4)]
+        bench.submit(*rows)
+        bench.until(lambda: len(bench.tokens("s1")) > 2)
+        assert bench.engine.batch.spared == 0, "nothing asks for it"
+        bench.publish_and_read("a@2")
+        bench.until(lambda: set(bench.versions("s1")[-1:]) == {"a@2"})
+        bench.submit(row("late", prompt_of(9)))
+        bench.until(lambda: bool(bench.tokens("late")))
+        assert bench.engine.batch.spared > 3 * 59
+        bench.run()
+        for each in rows:
             bench.assert_true_to_its_versions(each)
 
 

@@ -58,14 +58,17 @@ def test_rows_are_counted_by_what_they_can_hold() -> None:
 
 
 def test_a_prompt_that_rows_share_counts_once() -> None:
-    """200 positions; three samples of 50 + 10 take 49 + 3 x 11 of them, and copies of all 180."""
+    """240 positions; three samples of 50 + 10 take 2 x 49 + 3 x 11 of them, as one prompt more counts, and copies 180.
+
+    Where 6 of 8 bytes belong to windows, which each row has, 3 x 60 positions of these take 135 of all layers.
+    """
     rows, settings = ClaimedRows(), load(WorkerSettings, [])
     for number in range(3):
         spec = SequenceSpec(f"s{number}", "m", (1,) * 50, SamplingParams(10, 0), group="one")
         rows.add(ClaimedRow.after(Claim(spec, "stream", f"0-{number}", 1), []))
-    card = ModelCard("m", 1000, 10, (), "", "", kv_bytes_per_token=8, dtype="float32")
-    free = [
-        claim_plan(rows, settings, card, 1600, most_rows=settings.max_batch_size, shares=shares).kv_tokens
-        for shares in (False, True)
-    ]
-    assert free == [20, 118]
+    free = []
+    for shares, unshared in ((False, 0), (True, 0), (True, 6)):
+        card = ModelCard("m", 1000, 10, (), "", "", kv_bytes_per_token=8, dtype="float32", kv_unshared_bytes=unshared)
+        plan = claim_plan(rows, settings, card, 8 * 240, most_rows=settings.max_batch_size, shares=shares)
+        free.append(plan.kv_tokens)
+    assert free == [60, 240 - (2 * 49 + 33), 240 - ((2 * 49 + 33) * 2 + 180 * 6 + 7) // 8]

@@ -85,7 +85,7 @@ class Engine:
         drafts = draft_batch(loaded, config, chunk)
         self.drafting = Drafting(config.speculation, new_kv, drafts, context=loaded.card.context_length)
         may_share = loaded.kv.shares and self._model.stages == 1
-        layer_bytes = self._limits.kv_bytes_per_token // max(1, sum(kind_of(leaf).is_cut for leaf in leaves(new_kv)))
+        layer_bytes = self._limits.shared_bytes(1) // max(1, sum(kind_of(leaf).is_cut for leaf in leaves(new_kv)))
         self._shared = SharedPrompts(config.share_prompts if may_share else "off", layer_bytes)
         self._batch = batch_of(self._model, config, pieces, self._keeping, self._shared, self.drafting)
         self._lane = PrefillLane(self._model, self.prefixes, self._keeping, at_once, pieces)
@@ -276,7 +276,7 @@ class Engine:
             waiting=waiting,
             kv_bytes=self._reserved.bytes,
             kv_limit_bytes=self._limits.kv_limit_bytes,
-            kv_spared_bytes=self._limits.kv_bytes(self._batch.spared),
+            kv_spared_bytes=self._limits.shared_bytes(self._batch.spared),
             shares_prompts=self._shared.may_be,
             steps=self._steps,
             tokens=self._throughput.tokens,

@@ -213,15 +213,28 @@ class Limits:
     kv_limit_bytes: int
     kv_window: int = 0  # positions that a row holds at most; 0: all
     draft: DraftKv = field(default_factory=DraftKv)
+    unshared_bytes: int = 0  # of those of a token, the part that each row has by itself in any case
 
     @classmethod
     def of(cls, card: ModelCard, kv_limit_bytes: int, draft: DraftKv = _NO_DRAFTS) -> "Limits":
         """Those of a model on this worker."""
-        return cls(card.vocab_size, card.context_length, card.kv_bytes_per_token, kv_limit_bytes, card.kv_window, draft)
+        return cls(
+            card.vocab_size,
+            card.context_length,
+            card.kv_bytes_per_token,
+            kv_limit_bytes,
+            card.kv_window,
+            draft,
+            card.kv_unshared_bytes,
+        )
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of KV of a row with `tokens` tokens."""
         return held(tokens, self.kv_window) * self.kv_bytes_per_token
+
+    def shared_bytes(self, tokens: int) -> int:
+        """Bytes of `tokens` positions in the layers whose KV rows can share."""
+        return tokens * (self.kv_bytes_per_token - self.unshared_bytes)
 
     def reserved_bytes(self, tokens: int) -> int:
         """Bytes to reserve for such a row, including the draft model's KV."""
@@ -280,7 +293,8 @@ def are_alike(rows: Sequence[RowTokens]) -> bool:
 class Reserved:
     """KV of the admitted rows, as the batch holds it: each padded to the longest, at the length it may come to have.
 
-    Where prompts are shared each group's counts once, and what rows add to it is padded to the longest.
+    Where prompts are shared each group's counts once, and what rows add to it is padded to the longest. One prompt more
+    counts, which is computed for a row that joins later and may have to be a copy until then.
     """
 
     def __init__(self, limits: Limits, max_rows: int, *, shares: bool = False) -> None:
@@ -328,8 +342,9 @@ class Reserved:
     def _shared(self, rows: Sequence[RowTokens]) -> int:
         if not rows:
             return 0
-        shared = {at if row.group is None else row.group: row.shared for at, row in enumerate(rows)}
+        limits = self._limits
+        prompts = {at if row.group is None else row.group: row.shared for at, row in enumerate(rows)}.values()
         longest = max(row.tokens for row in rows)
-        own = self._limits.kv_bytes(max(row.tokens - row.shared for row in rows))
-        drafts = self._limits.reserved_bytes(longest) - self._limits.kv_bytes(longest)
-        return sum(map(self._limits.kv_bytes, shared.values())) + len(rows) * (own + drafts)
+        own = limits.shared_bytes(max(row.tokens - row.shared for row in rows))
+        unshared = limits.reserved_bytes(longest) - limits.shared_bytes(longest)  # drafts among them
+        return limits.shared_bytes(sum(prompts) + max(prompts)) + len(rows) * (own + unshared)

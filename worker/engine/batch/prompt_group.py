@@ -61,7 +61,7 @@ class PromptGroup:
 
     def __init__(self, model: RowModel, entries: Sequence[Entry]) -> None:
         self._model = model
-        self._one_prompt = len(entries) == 1
+        self.is_one_prompt = len(entries) == 1  # whose KV is computed once for all rows
         self._places = [
             _Place(row, entry.ids, entry.past, entry.stops) for entry in entries for row in entry.rows
         ]  # in the order of the KV
@@ -124,7 +124,7 @@ class PromptGroup:
     def stop_between(self, row: Row, low: int, high: int) -> bool:
         """Store a row's states there, too; False when it is past that, or others would have to stop with it."""
         place = next(place for place in self._places if place.row is row)
-        if not self._one_prompt or high <= place.done or high >= place.done + len(place.ids):
+        if not self.is_one_prompt or high <= place.done or high >= place.done + len(place.ids):
             return False
         for each in self._places:
             each.stops = with_stop(each.stops, max(low, each.done + 1), high)

@@ -230,10 +230,13 @@ class RunningBatch:
         entries = [entry for entry in self._unfed if entry.rows[0].spec.sequence_class == of]
         if budget <= 0 or not (groups or entries):
             return []
+        most = self._most
+        if self._shared.is_needed:  # prompts are copies until they join, and admission counts one
+            entries, most = [] if groups else entries, 1
         unfed = [Unfed(group.left, group.fed_at, end_of(group.cache)) for group in groups]
         unfed += [Unfed(len(entry.ids) - 1, past=entry.past) for entry in entries]
         after_short = self._after_short.get(of, False)
-        feed = feed_next(unfed, budget, self._most, after_short=after_short, area=self._pieces.area)
+        feed = feed_next(unfed, budget, most, after_short=after_short, area=self._pieces.area)
         if feed.prompts[0] < len(groups):
             group = groups[feed.prompts[0]]
         else:

@@ -4,9 +4,10 @@ Rows whose prompts are equal, or begin alike, and were computed with one version
 reads it once, in more operations. So a batch changes to this form and back when rows join: where it is asked for, where
 nothing else fits the memory (`is_needed`), or where it spares enough positions for steps to be no slower.
 
-Invariants. A row's beginning is set when it joins and stays until the batch changes its form. While memory needs the
-form, each row's beginning is its whole prompt but for the last id, as admission counts (`scheduler.Reserved`).
-Decisions depend on rows only, so all ranks take the same ones.
+Invariants. A row's beginning is set when it joins and stays until the batch changes its form; what computed its prompt
+stays, for what it writes may have other versions. While memory needs the form, each row's beginning is its whole prompt
+but for the last id, as admission counts (`scheduler.Reserved`). Decisions depend on rows only, so all ranks take the
+same ones.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Beginning:
     """Ids that rows begin with."""
 
     ids: tuple[int, ...]
-    version: Hashable  # that computed it, and whose it is if it is for no others; None: several have, so no row has it
+    computed: Hashable  # by what, and whose it is if no others may have it; None: no other row has it
 
     def begins(self, ids: tuple[int, ...]) -> bool:
         """True if these ids begin with it."""
@@ -55,6 +56,7 @@ class SharedPrompts:
         self._least = -(-least // max(1, layer_bytes))  # positions
         self.is_needed = False  # copies of all rows would not fit the memory
         self._of: Plan = {}  # of the batch's rows, while beginnings lie apart
+        self._computed: dict[Row, Hashable] = {}  # what each row's prompt was computed by; None: shared with no others
 
     @property
     def may_be(self) -> bool:
@@ -76,6 +78,8 @@ class SharedPrompts:
 
         The rows stay where they are.
         """
+        together = object() if group.is_one_prompt else None
+        self._computed |= {row: _computed_by(row, together) for row in group.rows}
         plan = self._plan([*rows, *group.rows])
         if self._of and (plan is None or any(plan[row] is not self._of[row] for row in rows)):
             caches, padding = whole(cache[:-1], range(len(rows)), padding)
@@ -92,10 +96,11 @@ class SharedPrompts:
         """Rows have left the batch."""
         for row in gone:
             self._of.pop(row, None)
+            self._computed.pop(row, None)
 
     def clear(self) -> None:
         """The batch has been given up."""
-        self._of = {}
+        self._of, self._computed = {}, {}
 
     def _plan(self, rows: Sequence[Row]) -> Plan | None:
         """Beginnings of these rows, the batch's among them; None: each should have a copy."""
@@ -120,14 +125,20 @@ class SharedPrompts:
         ids = tuple(row.prompt[:-1])
         if not ids:
             return None
-        owner = "" if row.spec.cache else row.spec.group or row.spec.id
-        version = (*row.kv_versions, owner) if len(row.kv_versions) == 1 else None
+        owner = "" if row.spec.cache and not row.spec.fresh else row.spec.group or row.spec.id
+        by = self._computed[row] if row in self._computed else _computed_by(row)
+        computed = None if by is None else (by, owner)
         is_whole = self.is_needed or bool(row.spec.group) or not (alone and row.cached_tokens)
         length = len(ids) if is_whole else min(len(ids), row.cached_tokens)
         least = length if self.is_needed or not is_whole else len(ids) // 2 if not row.spec.group else length
-        known = {of for of in others if of is not None and version is not None and of.version == version}
+        known = {of for of in others if of is not None and computed is not None and of.computed == computed}
         fitting = [of for of in known if len(of.ids) >= least and of.begins(ids)]
-        return max(fitting, key=lambda of: len(of.ids), default=None) or Beginning(ids[:length], version)
+        return max(fitting, key=lambda of: len(of.ids), default=None) or Beginning(ids[:length], computed)
+
+
+def _computed_by(row: Row, together: Hashable = None) -> Hashable:
+    """The version of its KV; of several, what is the same of all rows that were computed as one, if they were."""
+    return next(iter(row.kv_versions)) if len(row.kv_versions) == 1 else together
 
 
 def _end(row: Row) -> int:
