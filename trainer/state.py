@@ -98,6 +98,7 @@ class RunState(msgspec.Struct):
     ring: str = ""  # where it has been trained; "": not known
     base_sha256: str = ""  # of the model that it has been trained on; "": not known
     mode: str = ""  # of learning; "": not written down by the version that saved it
+    learns_from: dict[str, str] = {}  # tasks and reward: setting -> digest; empty: not written down
     started_from: str = ""  # the adapter that it began with, as `--start-from` named it; "": the base
     offered: OfferedStep | None = None  # until it is judged, and its line is written
     schema: int = 1

@@ -142,6 +142,7 @@ class WorkerProcess:
             await asyncio.to_thread(self._engine.stop, 0 if self.stalled else patience_s)
             await self._redis.aclose()
             await self._control.aclose()
+        log.info("worker.stopped", worker=self.id)
         return 1 if self._death else self._lodging.exit_code
 
     def stop(self) -> None:

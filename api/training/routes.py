@@ -289,7 +289,7 @@ async def _ordered(ring: Ring, policy: str, order: bytes, idempotency_key: str) 
 
 
 def _no_trainer(policy: str) -> ServiceUnavailableError:
-    start = f"start one with mlx_parallm_train --adapter {policy}"
+    start = f"start one with mlx_parallm_train --adapter {policy} --source posted"
     return ServiceUnavailableError(f"no trainer of policy '{policy}' is alive: {start}", retry_after_s=10)
 
 

@@ -133,7 +133,7 @@ async def test_a_worker_told_to_leave_finishes_what_it_can_and_claims_nothing(wo
             await wait_until(lambda: answers(http, 503))
         assert len(await stream) == 400
         assert await asyncio.to_thread(leaver.wait) == 0
-    assert not leaver.printed("worker.handed_back"), leaver.output
+    assert leaver.printed("worker.stopped") and not leaver.printed("worker.handed_back"), leaver.output
 
 
 async def test_what_a_leaving_worker_cannot_finish_goes_on_elsewhere_at_once(

@@ -151,7 +151,7 @@ def test_a_killed_one_resumes_and_an_api_that_dies_meanwhile_is_waited_for(
         process.wait_for_line(r'"step": "3/8"')
         process.popen.kill()
         process.popen.wait()
-    with trainer(keyed, tmp_path, "hard", *flags) as process:
+    with trainer(keyed, tmp_path, "hard", *flags, "--task-count", "12") as process:
         process.wait_for_line(r'"step": "5/8"')
         while not process.printed("train.api_away"):  # it is told of a question that the api was asked, and left open
             assert process.popen.poll() is None, process.output
@@ -162,7 +162,7 @@ def test_a_killed_one_resumes_and_an_api_that_dies_meanwhile_is_waited_for(
             with contextlib.suppress(AssertionError):
                 asyncio.run(wait_until(lambda: bool(process.printed("train.api_away"))))
         assert process.wait() == 0, process.output
-    assert process.printed("run.resumed")
+    assert process.printed("run.resumed") and '["task_count"]' in process.printed("run.changed")[0]
     lines = read(tmp_path / "hard" / "metrics.jsonl")
     assert [line.train_step for line in lines] == list(range(8))
     assert all(line.failed == 0 for line in lines)

@@ -125,7 +125,8 @@ async def test_without_a_trainer_it_is_503_by_name_and_status_still_answers(serv
     for path, body in (("/v1/training/update", {"trajectories": [ONE]}), ("/training/checkpoint", {})):
         answer = await server.post(path, body)
         assert answer.status_code == 503
-        assert "no trainer of policy 'policy' is alive" in answer.json()["error"]["message"]
+        message = answer.json()["error"]["message"]
+        assert "no trainer of policy 'policy' is alive" in message and "--source posted" in message
     told = (await server.http.get("/v1/training/status")).json()
     assert (told["training_enabled"], told["current_lora"], told["loss"]) == (False, "policy@1", None)
     await TrainingBoard(redis, "policy").write(

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from shared.errors import SetupError
+from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore, differences
+from trainer.versions.run_folder import learns_from, warn_of_changes
 
 CONFIG = b'{"fine_tune_type":"lora","num_layers":-1,"lora_parameters":{"rank":2,"scale":2.0,"dropout":0.0}}'
 
@@ -132,3 +135,13 @@ def test_what_differs_between_two_adapters_is_said_in_the_settings_words() -> No
     assert differences(CONFIG, CONFIG) == ""
     other = CONFIG.replace(b'"rank":2', b'"rank":8').replace(b'"lora"', b'"dora"')
     assert differences(CONFIG, other) == "lora_kind lora there, dora here, lora_rank 2 there, 8 here"
+
+
+def test_a_run_that_goes_on_with_another_reward_says_which_settings_have_changed(tmp_path: Path) -> None:
+    before = TrainSettings(task="jsonl", dataset=tmp_path / "a", reward="exact", steps=2)
+    saved = RunState("run", train_step=2, learns_from=learns_from(before))
+    nearer = {"reward": "m:f", "reward_options": {"tolerance": 3}}
+    for settings, changed in (({"steps": 9, "learning_rate": 0.1}, []), (nearer, [["reward", "reward_options"]])):
+        with capture_logs() as lines:
+            warn_of_changes(before.model_copy(update=settings), saved)
+        assert [line["settings"] for line in lines] == changed

@@ -57,7 +57,7 @@ from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.checkpoint import Checkpoint, differences
 from trainer.versions.publish import Publisher
-from trainer.versions.run_folder import check_home
+from trainer.versions.run_folder import check_home, learns_from, warn_of_changes
 from trainer.versions.start import check_latest, keep_start, starting_weights
 
 log = structlog.get_logger()
@@ -217,7 +217,7 @@ class TrainLoop(Run[PolicyLearner]):
                 await self.learner.call(PolicyLearner.load, start)
                 await keep_start(settings.start_from, start, self.state, self._publisher)
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
-        self.state.mode = settings.mode
+        self.state.mode, self.state.learns_from = settings.mode, learns_from(settings)
         first_step = self.state.train_step
         loggers = self.parts.loggers
         self._metrics = await self._disk.run(
@@ -248,6 +248,7 @@ class TrainLoop(Run[PolicyLearner]):
                 "lora_* settings, another --run, or --resume no"
             )
         self.state = checkpoint.state
+        warn_of_changes(self.settings, self.state)
         log.info("run.resumed", train_step=self.state.train_step, pending=len(self.state.pending))
 
     async def _probe_prompts(self) -> list[tuple[int, ...]]:

@@ -1,6 +1,8 @@
 """Whose a run's folder is: an earlier run's is set aside or gone on with, one from elsewhere is refused."""
 
+import hashlib
 import itertools
+import json
 
 import structlog
 
@@ -13,6 +15,7 @@ from trainer.versions.checkpoint import CheckpointStore
 log = structlog.get_logger()
 
 WAYS = "give another --run or --run-dir, or --resume no to begin anew"
+LEARNED = ("task", "task_count", "task_options", "dataset", "reward", "reward_options", "system_prompt")
 
 
 def begin_anew(settings: TrainSettings, checkpoints: CheckpointStore) -> CheckpointStore:
@@ -39,6 +42,21 @@ def check_home(settings: TrainSettings, saved: RunState, ring: TrainerRing) -> N
         raise SetupError(
             f"{folder} holds a run that was trained on another ring (train step {saved.train_step}): {WAYS}; "
             "to go on with it here, give --move-run"
+        )
+
+
+def learns_from(settings: TrainSettings) -> dict[str, str]:
+    """Setting -> digest, of those that decide what is learned: options may hold texts, which no checkpoint repeats."""
+    values = settings.model_dump(mode="json", include=set(LEARNED))
+    return {name: hashlib.sha256(json.dumps(values[name]).encode()).hexdigest()[:16] for name in LEARNED}
+
+
+def warn_of_changes(settings: TrainSettings, saved: RunState) -> None:
+    """Say that a run goes on with other tasks or another reward, and so that its curve has a break here."""
+    now = learns_from(settings)
+    if changed := [name for name, digest in saved.learns_from.items() if now.get(name) != digest]:
+        log.warning(
+            "run.changed", settings=changed, train_step=saved.train_step, anew="--resume no, or another --adapter"
         )
 
 
