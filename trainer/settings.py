@@ -64,54 +64,65 @@ class TrainSettings(
         description="model folder, hub name or GGUF file; the same as the workers'",
     )
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
-        default="", description="of the base; default: the model's, float32 on a Linux CPU"
+        default="", description="data type of the base; default: the model's, float32 on a Linux CPU"
     )
     over_http: bool = Field(
-        default=False, description="with --connect-to an api: everything through it, the ring's Redis is not needed"
+        default=False,
+        description="with --connect-to an api: use the api for everything, so that the ring's Redis is not needed",
     )
     connect_key: SecretStr = Field(
         default=SecretStr(""),
         validation_alias=AliasChoices("connect_key", "api_key", "PARALLM_CONNECT_KEY", "PARALLM_API_KEY"),
         description="API key for the api that --connect-to names",
     )
-    adapter: str = Field(default="policy", description="name under which versions are published")
+    adapter: str = Field(default="policy", description="name under which adapter versions are published")
     adapter_keep_n: int = Field(
         default=16,
         ge=0,
-        description="versions that publishing over Redis leaves in the store, besides latest, best and used; 0: all",
+        description="versions that remain in the store after publishing over Redis, besides latest, best and "
+        "those in use; 0: all",
     )
     run: str = Field(default="", description="name of the run; default: the adapter's")
-    run_dir: Path = Field(default=Path(".parallm/train"), description="checkpoints, metrics, rejected versions")
-    seed: int = Field(default=0, ge=0, description="of tasks, samples and the adapter")
+    run_dir: Path = Field(
+        default=Path(".parallm/train"), description="folder of checkpoints, metrics and rejected versions"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of tasks, samples and the adapter's first weights")
 
     task: str = Field(
-        default="arithmetic", description="arithmetic, jsonl, gsm8k; mode ppo: cart-pole, -force, -masked; module:Class"
+        default="arithmetic",
+        description="arithmetic, jsonl, gsm8k; mode ppo: cart-pole, cart-pole-force, cart-pole-masked; or module:Class",
     )
     task_count: int = Field(
-        default=0, ge=0, description="repeat the same few tasks; 0: all, or 1024 where a curriculum needs an end"
+        default=0,
+        ge=0,
+        description="number of different tasks, which are repeated; 0: all, or 1024 where a curriculum needs a limit",
     )
     dataset: Path | None = Field(
-        default=None, description="JSON lines, for jsonl, gsm8k and modes sft, dpo, reward; dpo: feedback:POLICY, too"
+        default=None,
+        description="file of JSON lines, for the tasks jsonl and gsm8k and the modes sft, dpo, reward, distill; "
+        "dpo: feedback:POLICY, too",
     )
     reward: str = Field(
-        default="", description="of a data set: a reward's name, or package.module:function; default: gsm8k, else exact"
+        default="",
+        description="reward of a data set: a name, or package.module:function; default: gsm8k for that task, else"
+        " exact",
     )
-    reward_options: dict[str, Any] = Field(default_factory=dict, description="for the reward")
+    reward_options: dict[str, Any] = Field(default_factory=dict, description="options of the reward")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description='variables of the chat template, such as {"enable_thinking": false}'
     )
     system_prompt: str = Field(default="", description="put before every chat of a data set")
-    task_options: dict[str, Any] = Field(default_factory=dict, description="for the environment's class")
+    task_options: dict[str, Any] = Field(default_factory=dict, description="options of the environment's class")
     own_code_timeout_s: float = Field(
-        default=60.0, gt=0, description="time that one call of your own reward or environment may take"
+        default=60.0, gt=0, description="time limit of one call of your own reward or environment"
     )
     own_code_processes: int = Field(
         default=4,
         ge=1,
         le=64,
-        description="processes that a reward or an environment of your own gets, once a call has blocked its first one",
+        description="processes of your own reward or environment, started once a call has blocked the first one",
     )
-    max_turns: int = Field(default=1, ge=1, description="replies in one sample, with tool results in between")
+    max_turns: int = Field(default=1, ge=1, description="most replies in one sample, with tool results in between")
 
     steps: int = Field(default=100, ge=1, description="train steps")
     prompts_per_step: int = Field(
@@ -122,10 +133,12 @@ class TrainSettings(
     )
     source: Literal["prompts", "live", "both", "posted"] = Field(
         default="prompts",
-        description="what to learn from: own prompts, live traffic, both, or only what users post",
+        description="what to learn from: own prompts, live traffic, both, or only trajectories that users post",
     )
-    atropos_url: str = Field(default="", description="learn from the environments of Atropos' run-api at this URL")
-    atropos_max_token_len: int = Field(default=2048, ge=1, description="longest sequence that they may send")
+    atropos_url: str = Field(default="", description="URL of Atropos' run-api, whose environments to learn from")
+    atropos_max_token_len: int = Field(
+        default=2048, ge=1, description="longest sequence that Atropos' environments may send"
+    )
     live_trajectories: int = Field(
         default=64,
         ge=2,
@@ -136,7 +149,7 @@ class TrainSettings(
         default=8,
         ge=1,
         validation_alias=AliasChoices("group_size", "num_generations", "PARALLM_GROUP_SIZE"),
-        description="samples a prompt",
+        description="samples of each prompt",
     )
     max_tokens: int = Field(
         default=256,
@@ -144,112 +157,123 @@ class TrainSettings(
         validation_alias=AliasChoices(
             "max_tokens", "max_completion_length", "max_response_length", "PARALLM_MAX_TOKENS"
         ),
-        description="of one reply; longer ones are cut off, and see mask_overlong",
+        description="longest reply; longer ones are cut off (mask_overlong decides whether they count)",
     )
-    temperature: float = Field(default=1.0, gt=0, description="of rollouts")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="of rollouts")
-    top_k: int = Field(default=0, ge=0, description="of rollouts; 0: off")
-    min_p: float = Field(default=0.0, ge=0, le=1, description="of rollouts; 0: off")
+    temperature: float = Field(default=1.0, gt=0, description="sampling temperature of rollouts")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="top-p of rollouts")
+    top_k: int = Field(default=0, ge=0, description="top-k of rollouts; 0: off")
+    min_p: float = Field(default=0.0, ge=0, le=1, description="min-p of rollouts; 0: off")
     stop: tuple[str, ...] = Field(default=(), description="texts that end a reply")
 
-    loss: LossName = Field(default="dapo", description="the objective; trainer/learn/losses.py says what each is")
+    loss: LossName = Field(default="dapo", description="the objective; trainer/learn/losses.py defines each")
     advantage_scale: AdvantageScale = Field(
-        default="mean", description="mean: Dr.GRPO's; std: GRPO's; leave_one_out: RLOO's; maximum_likelihood: MaxRL's"
+        default="mean",
+        description="how rewards of a group become advantages: mean (Dr.GRPO), std (GRPO), leave_one_out (RLOO), "
+        "maximum_likelihood (MaxRL)",
     )
     clip_low: float | None = Field(
-        default=None, gt=0, description="how far below 1 the ratio counts; default: 0.2, for gspo 0.0003"
+        default=None, gt=0, description="how far below 1 the ratio is clipped; default: 0.2, for gspo 0.0003"
     )
     clip_high: float | None = Field(
-        default=None, gt=0, description="how far above 1 it counts; default: 0.28, for ppo 0.2, gspo 0.0004"
+        default=None, gt=0, description="how far above 1 the ratio is clipped; default: 0.28, for ppo 0.2, gspo 0.0004"
     )
     kl_coefficient: float = Field(
         default=0.0,
         ge=0,
         validation_alias=AliasChoices("kl_coefficient", "beta", "kl_loss_coef", "PARALLM_KL_COEFFICIENT"),
-        description="of k3 to what the run began with; 0 skips that pass",
+        description="factor on the KL divergence (k3) from the weights that the run began with; 0 skips that pass",
     )
     entropy_bonus: float = Field(
-        default=0.0, ge=0, description="factor on the mean entropy, which is added to what is maximised"
+        default=0.0, ge=0, description="factor on the mean entropy, which is added to the objective"
     )
     importance_truncation: float = Field(
-        default=2.0, ge=1, description="largest weight of the correction for an old or another sampler"
+        default=2.0, ge=1, description="largest importance weight that corrects for an older or different sampler"
     )
     importance_level: ImportanceLevel = Field(
-        default="token", description="what has a weight of its own in that correction: each token, or the whole sample"
+        default="token", description="what has its own weight in that correction: each token, or the whole sample"
     )
     dual_clip: float = Field(
-        default=3.0, ge=0, description="largest ratio that counts where the advantage is negative; 0: no bound"
+        default=3.0, ge=0, description="largest ratio where the advantage is negative; 0: no bound"
     )
     ratio: RatioBase = Field(
         default="sampler",
-        description="log-probabilities below the fraction line; trainer: with max_lag 0, runs repeat to the byte",
+        description="log-probabilities in the ratio's denominator: the sampler's or the trainer's; trainer with "
+        "max_lag 0: runs repeat byte for byte",
     )
-    mask_overlong: bool = Field(default=True, description="keep samples that hit max_tokens out of the loss")
+    mask_overlong: bool = Field(default=True, description="leave samples that reach max_tokens out of the loss")
 
-    lora_kind: LoraKind = Field(default="lora", description="of the adapter")
-    lora_rank: int = Field(default=16, ge=1, le=1024, description="rows of A, columns of B")
+    lora_kind: LoraKind = Field(default="lora", description="kind of the adapter")
+    lora_rank: int = Field(default=16, ge=1, le=1024, description="rank of the adapter: rows of A, columns of B")
     lora_scale: float = Field(default=2.0, gt=0, description="factor on B A x; alpha = scale * rank")
     lora_targets: tuple[str, ...] = Field(
         default=(),
         validation_alias=AliasChoices("lora_targets", "lora_target_modules", "PARALLM_LORA_TARGETS"),
-        description="ends of module paths; default: every linear inside a layer",
+        description="ends of the module paths to adapt; default: every linear inside a layer",
     )
 
-    learning_rate: float = Field(default=1e-5, gt=0, description="of AdamW, after the warm-up")
-    schedule: ScheduleName = Field(default="constant", description="of the learning rate")
+    learning_rate: float = Field(default=1e-5, gt=0, description="learning rate of AdamW after the warm-up")
+    schedule: ScheduleName = Field(default="constant", description="schedule of the learning rate")
     warmup_steps: int = Field(default=0, ge=0, description="train steps over which the learning rate grows from 0")
-    final_rate_fraction: float = Field(default=0.1, ge=0, le=1, description="of the rate, where linear and cosine end")
+    final_rate_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="share of the learning rate at which linear and cosine schedules end"
+    )
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are clipped to this norm")
-    weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="of the first moment")
-    adam_beta2: float = Field(default=0.99, ge=0, lt=1, description="of the second moment")
-    minibatches: int = Field(default=1, ge=1, description="updates in one train step, of each epoch")
+    weight_decay: float = Field(default=0.0, ge=0, description="weight decay of AdamW")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
+    adam_beta2: float = Field(default=0.99, ge=0, lt=1, description="AdamW's decay of the second moment")
+    minibatches: int = Field(default=1, ge=1, description="updates per epoch in one train step")
     microbatch_tokens: int = Field(default=8192, ge=1, description="positions in one backward pass")
     microbatch_s: float = Field(
-        default=0.0, ge=0, description="seconds that one backward pass may take; 0: as long as microbatch_tokens takes"
+        default=0.0,
+        ge=0,
+        description="longest time of one backward pass in seconds; 0: only microbatch_tokens bounds it",
     )
     microbatch_gb: float = Field(
         default=0.0,
         ge=0,
-        description="memory that one backward pass may take, where its time is bounded; 0: hosted, a sixteenth of what "
-        "is free; else no bound",
+        description="most memory of one backward pass, with microbatch_s; 0: hosted, a sixteenth of what is free;"
+        " else no bound",
     )
     gradient_checkpointing: bool = Field(
-        default=False, description="compute layers again in the backward pass: slower, less memory"
+        default=False, description="compute layers again in the backward pass, which is slower and takes less memory"
     )
 
-    max_lag: int = Field(default=1, ge=0, description="K: age of the oldest token, in policy steps; 0: on-policy")
-    live_max_lag: int = Field(default=8, ge=0, description="the same bound for live traffic, which comes when it comes")
+    max_lag: int = Field(default=1, ge=0, description="largest age of a token, in policy steps; 0: on-policy")
+    live_max_lag: int = Field(default=8, ge=0, description="the same bound for live traffic")
     group_deadline_s: float = Field(
-        default=600.0, gt=0, description="a group whose samples are not all there by then is given up"
+        default=600.0, gt=0, description="a group whose samples are not complete after this time is given up"
     )
-    distances_every: int = Field(default=10, ge=0, description="train steps between measurements of mismatch")
+    distances_every: int = Field(
+        default=10, ge=0, description="train steps between measurements of the mismatch between sampler and trainer"
+    )
 
     on_foreign_version: Literal["adopt", "pause", "override"] = Field(
         default="pause",
-        description="when another client moves the policy's latest version: train on from it, wait for a person, or "
-        "serve the run's own again",
+        description="when another client moves the policy's latest version: train on from it (adopt), wait for an"
+        " operator (pause), or serve the run's own version again (override)",
     )
     no_signal_after: int = Field(
         default=5, ge=1, description="train steps in a row with nothing to learn from before an alert"
     )
-    probe_prompts: int = Field(default=8, ge=1, description="fixed prompts of the gate")
-    parity_every: int = Field(default=10, ge=0, description="train steps between comparisons with a worker; 0: none")
+    probe_prompts: int = Field(default=8, ge=1, description="fixed prompts on which the gate compares versions")
+    parity_every: int = Field(
+        default=10, ge=0, description="train steps between comparisons of log-probabilities with a worker; 0: none"
+    )
 
-    checkpoint_every: int = Field(default=20, ge=0, description="train steps; 0: only at the end")
+    checkpoint_every: int = Field(default=20, ge=0, description="train steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = Field(
         default=3,
         ge=1,
         validation_alias=AliasChoices("keep_checkpoints", "keep_n_checkpoints", "PARALLM_KEEP_CHECKPOINTS"),
-        description="the newest ones that stay, besides the best",
+        description="newest checkpoints that remain, besides the best",
     )
     resume: Annotated[str, BeforeValidator(_no)] = Field(
-        default="latest", description="latest, best, a checkpoint's name, or no"
+        default="latest", description="checkpoint to continue from: latest, best, its name, or no"
     )
     replace_latest: bool = Field(
-        default=False, description="begin although the adapter's latest version is not of this run, which replaces it"
+        default=False, description="begin although the adapter's latest version comes from another run, and replace it"
     )
-    move_run: bool = Field(default=False, description="go on here with a run that was trained on another ring")
+    move_run: bool = Field(default=False, description="continue here a run that was trained on another ring")
 
     @property
     def run_name(self) -> str:

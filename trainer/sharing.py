@@ -15,43 +15,45 @@ class LearnerSettings(BaseModel):
     """Part of TrainSettings: how many policies learn in `--mode rl`, and where."""
 
     agents: Path | None = Field(
-        default=None, description="TOML file: several policies that learn at once over one base, a table each"
+        default=None, description="TOML file of several policies that learn at once over one base, one table each"
     )
     learner: Literal["own", "service", "shared"] = Field(
         default="own",
-        description="who computes the train steps: own, this process; service, a running mlx_parallm_learners; "
-        "shared, this process and all that join it",
+        description="where train steps are computed: own: in this process; service: in a running "
+        "mlx_parallm_learners; shared: in this process and all that join it",
     )
     learner_wait_s: float = Field(
         default=300.0,
         gt=0,
-        description="how long a run waits for a service that is away, or one that joins for its leader, before it ends",
+        description="time that a run waits for an absent service, or a joined process for its leader, before it ends",
     )
     join_run: str = Field(
-        default="", description="compute with the run of this name, which a process with --learner shared leads"
+        default="",
+        description="help compute the train steps of the run of this name, which a process with --learner shared leads",
     )
     trainers: int = Field(
-        default=1, ge=1, description="learner shared: the first step waits until so many processes take part"
+        default=1, ge=1, description="learner shared: number of processes that the first step waits for"
     )
     federation: str = Field(default="", description="average weights with the other runs of this name")
     sync_every: int = Field(default=0, ge=0, description="with federation: train steps between two rounds")
     sync_redis: str = Field(default="", description="with federation: Redis of the rounds; default: the ring's own")
     sync_wait_s: float = Field(
-        default=600.0, gt=0, description="with federation: a round is over this time after its first weights have come"
+        default=600.0, gt=0, description="with federation: time after a round's first weights at which the round ends"
     )
     sync_moments: Literal["own", "average"] = Field(
         default="own",
-        description="with federation: AdamW's moments after a round: own, as before it; average, those of all runs",
+        description="with federation: AdamW's moments after a round: this run's own, or the average of all runs",
     )
     outer_rate: float = Field(default=1.0, gt=0, le=10, description="with federation: share of the way to the average")
     outer_momentum: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="with federation: Nesterov's, of the averages; DiLoCo has 0.9 and a rate 0.7",
+        description="with federation: Nesterov momentum of the averages; DiLoCo uses 0.9 and a rate of 0.7",
     )
     exchange: ExchangeDtype = Field(
-        default="float32", description="learner shared: gradients on their way; bfloat16 is half as much, and rounded"
+        default="float32",
+        description="learner shared: data type in which gradients are sent; bfloat16 halves the bytes and rounds",
     )
 
     def check_learner(self, over_http: bool) -> None:

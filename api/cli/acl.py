@@ -75,11 +75,11 @@ def user_line(role: RoleName, password: str) -> str:
 
 
 def acl(
-    host: Annotated[str, typer.Option(help="of the Redis, for the URLs; several, with commas, are a cluster's")] = (
-        "HOST:6379"
-    ),
+    host: Annotated[
+        str, typer.Option(help="host of the Redis, for the URLs; several, separated by commas, form a cluster")
+    ] = ("HOST:6379"),
 ) -> None:
-    """Print an aclfile with one user a role, under fresh passwords; each role's URL goes to stderr.
+    """Print an aclfile with one user per role and new passwords; each role's URL is printed to stderr.
 
     A server accepts only users in its aclfile, not even comments. All servers of a cluster get the same file.
     """

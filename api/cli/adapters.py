@@ -24,12 +24,12 @@ from shared.process.whole_folder import check_free, whole_folder
 
 app = typer.Typer(no_args_is_help=True, help="Adapters and their versions.")
 
-Name = Annotated[str, typer.Argument(help="the adapter")]
+Name = Annotated[str, typer.Argument(help="name of the adapter")]
 
 
 @app.command("list")
 def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
-    """List adapters, with the version that `latest` is."""
+    """List adapters with their latest versions."""
     all_adapters = call(url, api_key, "GET", "/v1/adapters")["data"]
     if as_json:
         return print_json(all_adapters)
@@ -43,7 +43,7 @@ def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = 
 
 @app.command()
 def show(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
-    """Show an adapter's versions, newest first; --json also gives the moves of `latest` and the workers' acks."""
+    """Show an adapter's versions, newest first; --json adds the history of `latest` and the workers' acks."""
     adapter = call(url, api_key, "GET", f"/v1/adapters/{segment(name)}")
     if as_json:
         return print_json(adapter)
@@ -69,15 +69,17 @@ def show(name: Name, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json
 
 @app.command()
 def upload(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="an adapter directory of mlx-lm or PEFT")],
-    name: Annotated[str, typer.Option(help="the adapter; default: the server's --default-adapter")] = "",
-    model: Annotated[str, typer.Option("--model", "-m", help="its base; default: the only one that is served")] = "",
-    candidate: Annotated[bool, typer.Option("--candidate", help="leave `latest` where it is")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="adapter directory of mlx-lm or PEFT")],
+    name: Annotated[str, typer.Option(help="name of the adapter; default: the server's --default-adapter")] = "",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="base model of the adapter; default: the only one that is served")
+    ] = "",
+    candidate: Annotated[bool, typer.Option("--candidate", help="do not move `latest` to it")] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """Make a directory of this machine the next version of an adapter."""
+    """Upload an adapter directory of this machine as the next version of an adapter."""
     if not folder.is_dir():
         fail(f"{folder}: no such directory", 2)
     fields = {"name": name, "model": model, "set_latest": "false" if candidate else ""}
@@ -92,13 +94,13 @@ def upload(
 @app.command()
 def rollback(
     name: Name,
-    version: Annotated[int, typer.Argument(min=1, help="becomes `latest`")],
-    reason: Annotated[str, typer.Option(help="for the adapter's history")] = "rollback",
+    version: Annotated[int, typer.Argument(min=1, help="version that becomes `latest`")],
+    reason: Annotated[str, typer.Option(help="reason that the adapter's history shows")] = "rollback",
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """Make an earlier version the latest; its successors stay and can be asked for by number."""
+    """Make an earlier version the latest; later versions remain and can be requested by number."""
     body = {"version": version, "reason": reason}
     answer = call(url, api_key, "POST", f"/v1/adapters/{segment(name)}/rollback", body)
     show_text(answer, as_json, plain(answer["message"]))
@@ -107,7 +109,7 @@ def rollback(
 @app.command()
 def delete(
     which: Annotated[str, typer.Argument(metavar="NAME@K", help="NAME alone, with --all: every version")],
-    everything: Annotated[bool, typer.Option("--all", help="the adapter with all its versions")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="delete the adapter with all its versions")] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: Json = False,
@@ -126,11 +128,11 @@ def download(
     which: Annotated[str, typer.Argument(metavar="NAME@K", help="NAME alone: its latest version")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a new folder")],
     form: Annotated[str, typer.Option("--format", help="mlx-lm or peft")] = "mlx-lm",
-    base: Annotated[str, typer.Option("--base", help="what the configuration calls the base; PEFT loads that")] = "",
+    base: Annotated[str, typer.Option("--base", help="name of the base in the configuration, which PEFT loads")] = "",
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:
-    """Make an adapter directory of a version, for mlx-lm or PEFT."""
+    """Write a version as an adapter directory for mlx-lm or PEFT."""
     from shared.adapter_files.export import Format, export  # it loads numpy, a fifth of any other command's time
 
     if form not in get_args(Format):
@@ -152,14 +154,16 @@ def download(
 @app.command()
 def merge(
     which: Annotated[str, typer.Argument(metavar="NAME@K|DIR", help="a version, or an adapter directory with a /")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the model folder to be made")],
-    model: Annotated[str, typer.Option("--model", "-m", help="the base: a folder or a hub name")],
-    dequantize: Annotated[bool, typer.Option("--dequantize", help="leave no weight quantised")] = False,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="of the base's folder")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="model folder to create")],
+    model: Annotated[str, typer.Option("--model", "-m", help="base model: a folder or a hub name")],
+    dequantize: Annotated[bool, typer.Option("--dequantize", help="write all weights unquantised")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run the Python code of the base's folder")
+    ] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:
-    """Make a model folder of a base and an adapter, which needs the adapter no more."""
+    """Merge a base and an adapter into a model folder that works without the adapter."""
     from shared.adapter_files.export import export  # as above
 
     flags = [*(["--dequantize"] if dequantize else []), *(["--trust-remote-code"] if trust_remote_code else [])]

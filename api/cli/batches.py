@@ -41,21 +41,21 @@ from api.ops.ring_view import size
 NOT_COMPLETED = 3
 ERRORS_SHOWN = 10
 
-app = typer.Typer(no_args_is_help=True, help="Batches: list, show, cancel, fetch their answers.")
-files_app = typer.Typer(no_args_is_help=True, help="What batches read and write.")
+app = typer.Typer(no_args_is_help=True, help="Batches: list, show, cancel, get their answers.")
+files_app = typer.Typer(no_args_is_help=True, help="Files that batches read and write.")
 
 BatchId = Annotated[str, typer.Argument(metavar="BATCH")]
 FileId = Annotated[str, typer.Argument(metavar="FILE_ID")]
 Limit = Annotated[int, typer.Option(min=1, max=100)]
-Wait = Annotated[bool, typer.Option("--wait", help="until the batch has ended")]
+Wait = Annotated[bool, typer.Option("--wait", help="wait until the batch has ended")]
 Answers = Annotated[Path | None, typer.Option("--out", "-o", help="write the answers to this file")]
 Refusals = Annotated[Path | None, typer.Option("--errors", help="write the lines without an answer to this file")]
 
 
 def batch(
     file: Annotated[str, typer.Argument(help="JSON lines in the form of OpenAI's batches; - reads stdin")],
-    endpoint: Annotated[str, typer.Option(help="default: the first line's url")] = "",
-    window: Annotated[str, typer.Option(help="after which the batch expires: 30m, 24h, 7d")] = "24h",
+    endpoint: Annotated[str, typer.Option(help="endpoint of all requests; default: the first line's url")] = "",
+    window: Annotated[str, typer.Option(help="time after which the batch expires: 30m, 24h, 7d")] = "24h",
     metadata: Annotated[list[str] | None, typer.Option("--metadata", metavar="KEY=VALUE")] = None,
     wait: Wait = False,
     answers: Answers = None,
@@ -90,7 +90,7 @@ def batch(
 
 @app.command("list")
 def list_batches(limit: Limit = 20, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
-    """List the newest batches, the last one first."""
+    """List the newest batches first."""
     newest = ask(url, api_key, lambda client: client.batches(limit))
     if as_json:
         return print_json(newest)
@@ -101,14 +101,14 @@ def list_batches(limit: Limit = 20, url: Url = DEFAULT_URL, api_key: ApiKey = ""
 def show(
     batch_id: BatchId, wait: Wait = False, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False
 ) -> None:
-    """Show how far a batch is; exit code 3 when it has ended and not every line has its answer."""
+    """Show the progress of a batch; exit code 3 if it has ended and a line has no answer."""
     look, patience_s = (_watch, PATIENCE_S) if wait else (BatchClient.batch, LOOK_PATIENCE_S)
     _report(ask(url, api_key, lambda client: look(client, segment(batch_id)), patience_s), as_json)
 
 
 @app.command()
 def cancel(batch_id: BatchId, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
-    """End a batch and wait until it has; what is answered stays."""
+    """Cancel a batch and wait until it has ended; its answers so far remain."""
 
     async def run(client: BatchClient) -> BatchInfo:
         await client.cancel_batch(segment(batch_id))
@@ -146,7 +146,7 @@ def list_files(
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """List the newest files, the last one first."""
+    """List the newest files first."""
     newest = ask(url, api_key, lambda client: client.files(limit, purpose))
     if as_json:
         return print_json(newest)
@@ -172,7 +172,7 @@ def delete(
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """Delete files; a batch that is in progress does not need its input any more."""
+    """Delete files; a batch in progress no longer needs its input file."""
     for file_id in file_ids:
         ask(url, api_key, lambda client: client.delete_file(segment(file_id)))  # noqa: B023 - called at once
         show_text({"id": file_id, "deleted": True}, as_json, f"{plain(file_id)} deleted")

@@ -92,17 +92,19 @@ class _Load:
 
 
 def bench(
-    model: Annotated[str, typer.Option("--model", "-m", help="default: the only one that is served")] = "",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="model to request; default: the only one that is served")
+    ] = "",
     streams: Annotated[int, typer.Option(min=1, help="requests at a time")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="length of a prompt")] = 128,
-    max_tokens: Annotated[int, typer.Option(min=1, help="length of a completion; its end token is ignored")] = 128,
-    requests: Annotated[int, typer.Option(min=0, help="in all; 0: four for each stream")] = 0,
-    seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="tokens of a prompt")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="tokens of a completion; its end token is ignored")] = 128,
+    requests: Annotated[int, typer.Option(min=0, help="requests in total; 0: four for each stream")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the prompts")] = 0,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """Load a running server and print tokens a second and latencies; exit code 1 when a request failed."""
+    """Send load to a running server and print tokens per second and latencies; exit code 1 if a request failed."""
     wanted = requests or 4 * streams
 
     async def run(client: InferenceClient) -> Report:

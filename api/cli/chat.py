@@ -11,7 +11,7 @@ from api.cli.console import ApiKey, Json, Model, Url, ask, err, only_model, out,
 
 def chat(
     prompt: Annotated[
-        str, typer.Argument(help="without one: a conversation, until Ctrl-D; Ctrl-C ends an answer")
+        str, typer.Argument(help="a message; without one: a conversation, until Ctrl-D; Ctrl-C ends an answer")
     ] = "",
     model: Model = "",
     system: Annotated[str, typer.Option(help="system message")] = "",
@@ -21,7 +21,7 @@ def chat(
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """Talk to a model; what it thinks goes to stderr. --json prints each answer whole, as the server gives it."""
+    """Talk to a model; its reasoning is printed to stderr. --json prints the server's whole answers."""
     options = {"max_tokens": max_tokens, "temperature": temperature}
     talk = _Talk(model, system, {name: value for name, value in options.items() if value is not None})
     answer = talk.answer_as_json if as_json else talk.answer

@@ -25,10 +25,10 @@ LOOK_PATIENCE_S = 5.0  # with a server that is away or busy, of a command that o
 PATIENCE_S = 30.0  # of a command that submits, cancels, waits or follows
 
 Url = Annotated[str, typer.Option("--url", envvar="PARALLM_URL", help="address of the server")]
-ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="if the server wants one")]
+ApiKey = Annotated[str, typer.Option("--api-key", envvar="PARALLM_API_KEY", help="API key, if the server requires one")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
-Model = Annotated[str, typer.Option("--model", "-m", help="default: the only one that is served")]
-JsonAnyway = Annotated[bool, typer.Option("--json", help="it is JSON in any case")]
+Model = Annotated[str, typer.Option("--model", "-m", help="model to use; default: the only one that is served")]
+JsonAnyway = Annotated[bool, typer.Option("--json", help="no effect: the output is always JSON")]
 
 err = Console(stderr=True, highlight=False)
 out = Console(highlight=False, soft_wrap=True)

@@ -13,7 +13,7 @@ def convert(
     file: Annotated[Path, typer.Argument(help="MODEL.gguf of the families llama, qwen2, qwen3 or gemma")],
     folder: Annotated[Path, typer.Argument(help="a new folder")],
     dequantize: Annotated[
-        bool, typer.Option("--dequantize", help="all numbers in 16 bits, for a CPU or to train")
+        bool, typer.Option("--dequantize", help="write all numbers in 16 bits, for a CPU or for training")
     ] = False,
 ) -> None:
     """Convert a GGUF file: Q4_0, Q4_1 and Q8_0 stay as they are, other numbers become 16 bits."""

@@ -22,7 +22,7 @@ def list_letters(
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """List the newest dead letters, the last one first."""
+    """List the newest dead letters first."""
     letters = call(url, api_key, "GET", PATH, model=model, limit=limit)["data"]
     if as_json:
         return print_json(letters)
@@ -31,13 +31,13 @@ def list_letters(
 
 @app.command()
 def show(letter_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: JsonAnyway = False) -> None:
-    """Print one with its sequence, or what has become of it since it was requeued (JSON)."""
+    """Print a dead letter with its sequence, or its state after it was requeued (JSON)."""
     print_json(call(url, api_key, "GET", f"{PATH}/{letter_id}"))
 
 
 @app.command()
 def requeue(letter_ids: Ids, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
-    """Run them again, each once; its client has had its error, and its job keeps the failed sample."""
+    """Run dead letters again, each once; clients have already received the error, and jobs record the failed sample."""
     for letter_id in letter_ids:
         answer = call(url, api_key, "POST", f"{PATH}/{letter_id}/requeue")
         done = "requeued" if answer["requeued"] else "had been requeued"

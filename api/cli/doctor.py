@@ -18,15 +18,21 @@ SIGNS: dict[Status, str] = {"ok": "ok   ", "note": "note ", "wrong": "WRONG"}
 
 
 def doctor(
-    model: Annotated[str, typer.Option("--model", "-m", help="folder or hub name: is it whole, does it fit")] = "",
-    redis: Annotated[str, typer.Option(help="the ring's address; default: the embedded one")] = "",
-    host: Annotated[str, typer.Option(help="where the server is to listen")] = "127.0.0.1",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="model folder or hub name, to check that it is complete and fits")
+    ] = "",
+    redis: Annotated[str, typer.Option(help="Redis URL of the ring; default: the embedded one")] = "",
+    host: Annotated[str, typer.Option(help="address on which the server is to listen")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    tune: Annotated[bool, typer.Option("--tune", help="measure --model here, for later starts; takes minutes")] = False,
-    out_file: Annotated[str, typer.Option("--out", help="where --tune writes; default: where workers read")] = "",
+    tune: Annotated[
+        bool, typer.Option("--tune", help="measure --model on this machine for later starts; takes minutes")
+    ] = False,
+    out_file: Annotated[
+        str, typer.Option("--out", help="file that --tune writes; default: the one that workers read")
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """Check this machine, and say what to do. Exit code 1: something would keep a ring from running."""
+    """Check this machine and recommend what to do. Exit code 1: something would prevent a ring from running."""
     if tune and not model:
         fail("--tune measures a model: give --model", 2)
     device = mlx_device()

@@ -13,14 +13,16 @@ app = typer.Typer(no_args_is_help=True, help="Make API keys for a server's key f
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Option(help="how logs call it")] = "",
+    name: Annotated[str, typer.Option(help="name of the key in logs")] = "",
     sequence_class: Annotated[str, typer.Option("--class", help="interactive or batch")] = "",
-    rate: Annotated[str, typer.Option(help="requests for tokens, such as 600/minute")] = "",
-    concurrent: Annotated[int, typer.Option(min=0, help="requests at a time; 0: the server's own bound")] = 0,
-    tenant: Annotated[str, typer.Option(help="who owns what is made with it; others do not see it")] = "",
-    admin: Annotated[bool, typer.Option("--admin", help="sees and does all, on a server with tenants")] = False,
+    rate: Annotated[str, typer.Option(help="rate limit of token requests, such as 600/minute")] = "",
+    concurrent: Annotated[int, typer.Option(min=0, help="most requests at a time; 0: the server's own bound")] = 0,
+    tenant: Annotated[
+        str, typer.Option(help="tenant that owns what is made with the key; other tenants do not see it")
+    ] = "",
+    admin: Annotated[bool, typer.Option("--admin", help="may see and do everything on a server with tenants")] = False,
 ) -> None:
-    """Print a fresh key (stdout's first line) and the line for --api-key-file that admits it (the second)."""
+    """Print a new key (first line) and its line for --api-key-file (second line)."""
     key = new_key()
     options = {
         "name": name,
@@ -43,7 +45,7 @@ def hash_key() -> None:
     """Read a key from stdin and print its line for --api-key-file."""
     key = sys.stdin.buffer.readline().strip()
     if not key or not key.isascii():
-        _fail("stdin's first line is to be a key of ASCII characters")
+        _fail("the first line of stdin must be a key of ASCII characters")
     print(line_of(key.decode()))
 
 

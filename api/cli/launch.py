@@ -23,15 +23,17 @@ SHARE_OF_ANSWER = 4  # an answer may have one part in so many of the context
 
 def launch(
     name: Annotated[str, typer.Argument(help=f"one of {', '.join(AGENTS)}")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="of the agent, after --")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="arguments for the agent, after --")] = None,
     model: Model = "",
-    context: Annotated[int, typer.Option(min=0, help="tokens; 0: what the model and the workers' memory allow")] = 0,
-    max_output: Annotated[int, typer.Option(min=0, help="tokens of an answer; 0: a quarter of the context")] = 0,
-    show: Annotated[bool, typer.Option("--print", help="show what would be set, and start nothing")] = False,
+    context: Annotated[
+        int, typer.Option(min=0, help="context of the model in tokens; 0: what the model and the workers' memory allow")
+    ] = 0,
+    max_output: Annotated[int, typer.Option(min=0, help="most tokens of an answer; 0: a quarter of the context")] = 0,
+    show: Annotated[bool, typer.Option("--print", help="print the settings and start nothing")] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:
-    """Start a coding agent against this server. The agent's own configuration files stay as they are."""
+    """Start a coding agent that uses this server. The agent's own configuration files are not changed."""
     agent = AGENTS.get(name)
     if agent is None:
         fail(f"no agent is called '{name}'; there are {', '.join(AGENTS)}", 2)
@@ -69,7 +71,7 @@ async def _served(client: InferenceClient, url: str, key: str, model: str, conte
     context = context or most
     answer = answer or max(1, min(MOST_ANSWER, context // SHARE_OF_ANSWER))
     if answer >= context:
-        fail(f"--max-output {answer} leaves nothing of a context of {context} tokens", 2)
+        fail(f"--max-output {answer} leaves no room for a prompt in a context of {context} tokens", 2)
     catalog = await client.call("GET", "/v1/models", dict[str, Any], client_version=version())
     shown = json.dumps({"models": catalog.get("models", [])}, indent=2) + "\n"
     return Served(url.rstrip("/").removesuffix("/v1"), key or NO_KEY, name, context, answer, shown)

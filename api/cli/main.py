@@ -82,7 +82,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def root(
     asked: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and leave")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
     ] = False,
 ) -> None:
     """Client of a ParaLLM server."""
@@ -92,17 +92,17 @@ def root(
 def submit(
     file: Annotated[str, typer.Argument(help='JSON lines like {"prompt": ..., "reference": ...}; - reads stdin')],
     model: Model = "",
-    kind: Annotated[str, typer.Option(help="generate, rollout or score; default: by --reward")] = "",
-    n: Annotated[int, typer.Option(min=1, help="samples a prompt")] = 1,
-    reward: Annotated[str, typer.Option(help='a name, or JSON: {"name": ..., "options": {...}}')] = "",
+    kind: Annotated[str, typer.Option(help="kind of job: generate, rollout or score; default: by --reward")] = "",
+    n: Annotated[int, typer.Option(min=1, help="samples of each prompt")] = 1,
+    reward: Annotated[str, typer.Option(help='name of a reward, or JSON: {"name": ..., "options": {...}}')] = "",
     max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
     temperature: Annotated[float | None, typer.Option(min=0)] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
     seed: Annotated[int | None, typer.Option()] = None,
     adapter: Annotated[str, typer.Option(help="NAME follows the latest version, NAME@K pins one")] = "",
     deadline_s: Annotated[float | None, typer.Option(min=0)] = None,
-    idempotency_key: Annotated[str, typer.Option(help="submitting again under it changes nothing")] = "",
-    wait: Annotated[bool, typer.Option("--wait", help="until the job has ended")] = False,
+    idempotency_key: Annotated[str, typer.Option(help="key under which submitting again changes nothing")] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="wait until the job has ended")] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: Json = False,
@@ -142,7 +142,7 @@ def jobs(
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """List the newest jobs, the last one first."""
+    """List the newest jobs first."""
     newest = ask(url, api_key, lambda client: client.jobs(limit))
     if as_json:
         return print_json(newest)
@@ -152,12 +152,12 @@ def jobs(
 @app.command()
 def job(
     job_id: str,
-    wait: Annotated[bool, typer.Option("--wait", help="until the job has ended")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="wait until the job has ended")] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """Show how far a job is; exit code 3 when it has ended without success."""
+    """Show the progress of a job; exit code 3 if it has ended without success."""
     look, patience_s = (_watch, PATIENCE_S) if wait else (InferenceClient.status, LOOK_PATIENCE_S)
     _report(ask(url, api_key, lambda client: look(client, segment(job_id)), patience_s), as_json)
 
@@ -166,13 +166,15 @@ def job(
 def results(
     job_id: str,
     file: Annotated[Path | None, typer.Option("--out", "-o", help="write to this file instead of stdout")] = None,
-    after: Annotated[int, typer.Option(help="begin after this ordinal")] = -1,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="until the job has ended")] = False,
+    after: Annotated[int, typer.Option(help="begin after the sample with this ordinal")] = -1,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="wait for further results until the job has ended")
+    ] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: JsonAnyway = False,
 ) -> None:
-    """Write a job's trajectories as JSON lines, in order; of a running job those before the first unfinished one."""
+    """Write a job's trajectories in order as JSON lines; for a running job, those before the first unfinished one."""
     with output(file) as write:
 
         async def run(client: InferenceClient) -> int:
@@ -190,7 +192,7 @@ def results(
 
 @app.command()
 def cancel(job_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
-    """Stop a job; what is done stays."""
+    """Cancel a job; finished samples remain."""
 
     async def run(client: InferenceClient) -> JobStatus:
         await client.cancel(segment(job_id))
@@ -202,7 +204,7 @@ def cancel(job_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: J
 
 @app.command()
 def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
-    """List the models and adapters that can be asked for."""
+    """List the models and adapters that requests may name."""
     served = ask(url, api_key, lambda client: client.models())
     if as_json:
         return print_json(served)
@@ -213,7 +215,7 @@ def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) 
 
 @app.command()
 def health(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: JsonAnyway = False) -> None:
-    """Print what the server says of itself and its workers (JSON); exit code 1 when it takes no requests."""
+    """Print the state of the server and its workers (JSON); exit code 1 if it accepts no requests."""
     state = ask(url, api_key, lambda client: client.health(), 0)
     print_json(state)
     if state.get("status") in ("overloaded", "shutting_down"):
@@ -286,7 +288,7 @@ def _kind(kind: str, reward: RewardSpec | None) -> JobKind:
     for known in get_args(JobKind):
         if kind == known != "batch":
             return cast(JobKind, known)
-    return fail(f"--kind {kind}: it is generate, rollout or score", 2)
+    return fail(f"--kind {kind}: must be generate, rollout or score", 2)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ INSTRUCTIONS = (
 
 def mcp(
     transport: Annotated[Literal["stdio", "http"], typer.Option(help="how agents reach the server")] = "stdio",
-    host: Annotated[str, typer.Option(help="of http: an address of this machine alone")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="of http; the path is /mcp")] = 8765,
+    host: Annotated[str, typer.Option(help="address for http, which must be of this machine alone")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port for http; the path is /mcp")] = 8765,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:

@@ -12,7 +12,7 @@ WRONG = 3
 
 def replay(
     name: Annotated[str, typer.Argument(metavar="ID", help="id of a completion, a sequence or a job's sample")],
-    worker: Annotated[str, typer.Option(help="the worker that computes it again; default: any")] = "",
+    worker: Annotated[str, typer.Option(help="id of the worker that computes it again; default: any")] = "",
     bound: Annotated[
         float | None, typer.Option(min=0, max=1, help="difference of probability that counts as a tie")
     ] = None,
@@ -20,7 +20,7 @@ def replay(
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """Compute a recorded completion again and compare it token by token; exit code 3 when tokens are wrong."""
+    """Compute a recorded completion again and compare it token by token; exit code 3 if tokens are wrong."""
     body = {"id": name, "worker": worker, **({} if bound is None else {"bound": bound})}
     reports = call(url, api_key, "POST", "/v1/replay", body)["data"]
     if as_json:

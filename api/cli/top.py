@@ -33,11 +33,11 @@ _STATE_STYLES = {"ready": "green", "running": "green", "succeeded": "green", "tr
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="print one view and leave")] = False,
-    interval: Annotated[float, typer.Option(min=0.2, help="seconds between two looks")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="print one view and exit")] = False,
+    interval: Annotated[float, typer.Option(min=0.2, help="seconds between two updates")] = 1.0,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
-    as_json: Annotated[bool, typer.Option("--json", help="print one snapshot as JSON and leave")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one snapshot as JSON and exit")] = False,
 ) -> None:
     """Watch workers, queues, jobs, adapters and training."""
     try:

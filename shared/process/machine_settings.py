@@ -11,7 +11,7 @@ class AwakeSettings(BaseModel):
     """Part of the settings of every process that works unattended."""
 
     keep_awake: bool = Field(
-        default=True, description="on macOS: no idle sleep while this process runs (caffeinate -i -w PID)"
+        default=True, description="on macOS: prevent idle sleep while this process runs (caffeinate -i -w PID)"
     )
 
 
@@ -21,18 +21,18 @@ class MachineSettings(AwakeSettings):
     memory_limit: float = Field(
         default=0,
         ge=0,
-        description="GB that this process may take, all in all; 0: what the machine has left, measured at start",
+        description="GB of memory that this process may take in total; 0: what the machine has free at start",
     )
     wired_limit: float = Field(
         default=0,
         ge=0,
-        description="on Metal: GB that stay resident for the GPU (mx.set_wired_limit); 0: none, since it has panicked "
-        "macOS under continuous batching",
+        description="on Metal: GB that stay resident for the GPU (mx.set_wired_limit); 0: none, since it has caused "
+        "macOS panics under continuous batching",
     )
     on_battery: OnBattery = Field(
         default="go",
-        description="while the machine runs on battery: go on; slow: a quarter of the rows, train steps half of the "
-        "time; pause: begin nothing new",
+        description="on battery power: go: continue; slow: a quarter of the rows, train steps half of the time; pause: "
+        "begin nothing new",
     )
 
     @property

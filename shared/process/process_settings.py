@@ -46,16 +46,16 @@ class ProcessSettings(BaseSettings):
     redis: str = Field(
         default="",
         validation_alias=AliasChoices("redis", "redis_url", "PARALLM_REDIS_URL"),
-        description="Redis URL, redis+sentinel://HOST/SERVICE and redis+cluster://HOST too; empty: an embedded server",
+        description="Redis URL, also redis+sentinel://HOST/SERVICE or redis+cluster://HOST; empty: an embedded server",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
     log_json: bool | None = Field(default=None, description="JSON log lines; default: when not on a terminal")
     otlp_endpoint: str = Field(
         default="",
         validation_alias=AliasChoices("otlp_endpoint", "otlp_traces_endpoint", "PARALLM_OTLP_ENDPOINT"),
-        description="OpenTelemetry collector that gets traces, such as http://127.0.0.1:4318; needs the extra `traces`",
+        description="OpenTelemetry collector for traces, such as http://127.0.0.1:4318; needs the extra `traces`",
     )
-    dry_run: bool = Field(default=False, description="check the settings, print what was resolved, and exit")
+    dry_run: bool = Field(default=False, description="check the settings, print the resolved ones, and exit")
     config: str = Field(default="", description="YAML file with settings")
 
     @classmethod
@@ -111,9 +111,11 @@ class ProcessSettings(BaseSettings):
 class JoinSettings(ProcessSettings):
     """Settings of a process that can join a ring through one of its apis (ring_query.py)."""
 
-    connect_to: str = Field(default="", description="the ring to join: an api of it (HOST:PORT) or its Redis")
+    connect_to: str = Field(default="", description="the ring to join: one of its apis (HOST:PORT) or its Redis")
     connect_key: SecretStr = Field(default=SecretStr(""), description="API key for the api that --connect-to names")
-    redis_password: SecretStr = Field(default=SecretStr(""), description="of its Redis; an api does not give it out")
+    redis_password: SecretStr = Field(
+        default=SecretStr(""), description="password of the ring's Redis, which an api does not give out"
+    )
 
     def check(self) -> None:
         """SetupError when settings contradict each other."""
@@ -141,11 +143,15 @@ class RunnerSettings(ProcessSettings, AwakeSettings):
 
     max_jobs: int = Field(default=16, ge=1, description="jobs that one runner advances at a time")
     window: int = Field(default=512, ge=1, description="sequences of one job in flight")
-    reward_processes: int = Field(default=0, ge=0, description="0: one per core, at most 4")
+    reward_processes: int = Field(
+        default=0, ge=0, description="processes that compute rewards; 0: one per core, at most 4"
+    )
     reward_timeout_s: float = Field(default=5.0, gt=0, description="time that one reward of one sample may take")
     trajectory_buffer_size: int = Field(
         default=10_000,
         ge=1,
         description="live trajectories of a policy that wait for its trainer; the oldest are dropped",
     )
-    trajectory_buffer_mb: int = Field(default=256, ge=1, description="their size; the oldest are dropped")
+    trajectory_buffer_mb: int = Field(
+        default=256, ge=1, description="size of these trajectories; the oldest are dropped"
+    )

@@ -17,17 +17,22 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
 
     mode: Literal["inference_and_training", "inference_only", "training_only", "inference"] = Field(
         default="inference_only",
-        description="with a trainer in the first worker, without one, or the trainer without HTTP until it is done",
+        description="inference_only; inference_and_training: with a trainer in the first worker; training_only: a "
+        "trainer without HTTP, until it is done",
     )
     enable_rl_training: bool = Field(default=False, description="the same as --mode inference_and_training")
-    atropos_url: str = Field(default="", description="Atropos' run-api, for the hosted trainer to learn from")
-    lora_rank: int = Field(default=0, ge=0, description="of the hosted trainer's adapter; 0: as its settings say")
-    learners: int = Field(default=0, ge=0, description="places for learners of a training service in the first worker")
-    data_dir: Path = Field(
-        default=Path(".parallm"), description="of the embedded Redis, the adapter cache, hosted runs"
+    atropos_url: str = Field(default="", description="Atropos' run-api that the hosted trainer learns from")
+    lora_rank: int = Field(default=0, ge=0, description="rank of the hosted trainer's adapter; 0: as its settings say")
+    learners: int = Field(
+        default=0, ge=0, description="most learners of a training service in the first worker; 0: no service"
     )
-    workers: int = Field(default=1, ge=0, description="worker processes on this machine; 0: others will join")
-    api_processes: int = Field(default=1, ge=1, description="that share the port")
+    data_dir: Path = Field(
+        default=Path(".parallm"), description="folder of the embedded Redis, the adapter cache and hosted runs"
+    )
+    workers: int = Field(
+        default=1, ge=0, description="worker processes on this machine; 0: none, workers join from elsewhere"
+    )
+    api_processes: int = Field(default=1, ge=1, description="api processes that share the port")
     redis_port: int = Field(default=0, ge=0, le=65535, description="port of the embedded Redis; 0: a free one")
 
     @property

@@ -22,56 +22,58 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
     spec_decode: Literal["none", "ngram", "draft", "auto"] = Field(
         default="none",
         description="draft tokens and check several in one step: ngram (from the row's own text and the client's "
-        "prediction), draft (by --draft-model-path), auto (all of it, and from what was written for the same prompt "
-        "before)",
+        "prediction), draft (by --draft-model-path), auto (both, and from earlier completions of the same "
+        "prompt)",
     )
     draft_model_path: str | None = Field(
         default=None,
-        description="a smaller model of the same tokenizer, folder or hub name, that drafts where no text does",
+        description="smaller model with the same tokenizer, folder or hub name, that drafts where no text matches",
     )
     draft_context_len: int = Field(
-        default=0, ge=0, description="tokens of a prompt that the draft model reads, the last ones; 0: all"
+        default=0, ge=0, description="last tokens of a prompt that the draft model reads; 0: all"
     )
-    num_speculative_tokens: int = Field(default=7, ge=1, le=32, description="tokens of a draft, at most")
+    num_speculative_tokens: int = Field(default=7, ge=1, le=32, description="most tokens of a draft")
     spec_decode_disable_batch_size: int = Field(
-        default=8, ge=0, description="rows of a batch from which on nothing is drafted; 0: no bound but what it pays"
+        default=8,
+        ge=0,
+        description="batches of more rows than this draft nothing; 0: no bound, only measured times decide",
     )
-    ngram_max: int = Field(default=4, ge=1, le=32, description="tokens of a row's end that are looked for, at most")
-    ngram_min: int = Field(default=1, ge=1, le=32, description="and at least")
-    ngram_prompt_lookup: bool = Field(default=True, description="look in the prompt, too, not only in the completion")
+    ngram_max: int = Field(default=4, ge=1, le=32, description="most tokens of a row's end that are searched for")
+    ngram_min: int = Field(default=1, ge=1, le=32, description="fewest tokens of a row's end that are searched for")
+    ngram_prompt_lookup: bool = Field(default=True, description="search the prompt, too, not only the completion")
     spec_decode_dynamic: bool = Field(
-        default=True, description="drafts are as long, and as frequent, as a row's are accepted"
+        default=True, description="adapt the length and frequency of a row's drafts to how many were accepted"
     )
     adaptive_k: bool = Field(
-        default=True, description="drafts only where steps with them bring more tokens in the time that they take"
+        default=True, description="draft only where steps with drafts bring more tokens per second"
     )
     spec_decode_acceptance_threshold: float = Field(
         default=0.3,
         ge=0,
         le=1,
-        description="a row of whose drafts less is accepted gets one only where --ngram-max tokens match",
+        description="a row with a smaller share of accepted drafts gets one only where --ngram-max tokens match",
     )
     spec_decode_memory_mb: int = Field(
         default=64,
         ge=1,
-        description="with auto: texts of earlier sequences, by prompt and tenant; the oldest are deleted",
+        description="with auto: memory for texts of earlier sequences, by prompt and tenant; the oldest are deleted",
     )
     spec_decode_ring_memory_mb: int = Field(
-        default=64, ge=0, description="with auto: the same in Redis, for all workers of the ring; 0: each has its own"
+        default=64, ge=0, description="with auto: the same in Redis, shared by all workers of the ring; 0: not shared"
     )
     spec_decode_ring_memory_ttl_s: int = Field(
-        default=86_400, ge=60, description="time for which Redis stores it after its prompt was used last"
+        default=86_400, ge=60, description="seconds after its last use for which Redis stores a prompt's completions"
     )
 
     # -- KV that workers fetch from one another
     kv_transfer: bool = Field(
         default=False,
-        description="get KV of sequences that move here from the worker that has it, where that is quicker than to "
-        "compute it; workers listen for one another",
+        description="fetch the KV of sequences that move here from the worker that has it, where that is faster than "
+        "computing it; workers listen for one another",
     )
     kv_transfer_host: str = Field(
         default="",
-        description="address of this machine to listen on for that; default: the one that it reaches Redis from",
+        description="address of this machine on which to listen for that; default: the one from which it reaches Redis",
     )
 
     # -- checks of what other workers wrote
@@ -79,28 +81,32 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
         default=0,
         ge=0,
         le=1,
-        description="share of the sequences that workers leave to one another to compute again, while they are idle",
+        description="share of sequences that idle workers compute again to check one another's tokens",
     )
     on_wrong_tokens: Literal["alert", "drain"] = Field(
-        default="alert", description="when two other workers have found this one's tokens wrong: report it, or end too"
+        default="alert",
+        description="when two other workers find this one's tokens wrong: report it (alert), or end as well (drain)",
     )
 
     # -- KV of earlier prompts, in memory and on disk: no disk is filled unless a folder is named
     prefix_cache_gb: float = Field(
         default=1.0,
         ge=0,
-        description="for KV of earlier prompts, in addition to the KV memory; 0: none. Less where memory is short",
+        description="memory for KV of earlier prompts, in addition to the KV memory, less where memory is short; 0: "
+        "none",
     )
     ssd_cache_dir: Path | None = Field(
         default=None,
-        description="folder for KV that the prefix cache has no room for, of all workers of a machine; none: no files",
+        description="folder for KV that does not fit the prefix cache, shared by all workers of a machine; none: no "
+        "files",
     )
     ssd: bool = Field(default=True, description="use that folder, if one is named")
     ssd_ttl_days: float = Field(
         default=7, ge=0, description="time without use after which a file is deleted; 0: none is"
     )
     ssd_policy: Literal["evict_only", "write_through"] = Field(
-        default="evict_only", description="write KV when it is evicted from memory and at the end, or when it is stored"
+        default="evict_only",
+        description="write KV when it is evicted from memory and at the end, or as soon as it is stored",
     )
     ssd_durability: Literal["best_effort", "persistent"] = Field(
         default="best_effort", description="persistent: files are synced, and writes that fail are tried again"
@@ -108,30 +114,37 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
     ssd_async_writes: bool = Field(
         default=True, description="write in a thread; without, running rows wait for the disk"
     )
-    ssd_writer_queue_size: int = Field(default=512, ge=1, description="files that wait to be written; more are dropped")
-    ssd_persistent_max_retries: int = Field(default=3, ge=0, description="of a write that fails, where persistent")
-    ssd_flush_interval_s: float = Field(default=1, ge=0, description="for which files are gathered before a write")
+    ssd_writer_queue_size: int = Field(
+        default=512, ge=1, description="most files that wait to be written; further ones are dropped"
+    )
+    ssd_persistent_max_retries: int = Field(
+        default=3, ge=0, description="retries of a write that fails, with --ssd-durability persistent"
+    )
+    ssd_flush_interval_s: float = Field(
+        default=1, ge=0, description="seconds for which files are gathered before a write"
+    )
     ssd_max_size_gb: float = Field(default=50, ge=0, description="size of that folder, all files together; 0: no bound")
 
     # -- KV of rows
     kv_memory_gb: float = Field(
         default=0,
         ge=0,
-        description="KV memory limit; 0: half of what the model leaves, divided by our other processes here",
+        description="KV memory limit; 0: half of the memory that the model leaves, divided by our other processes on "
+        "this machine",
     )
     block_size: int = Field(default=64, ge=16, description="tokens by which the prefix cache compares prompts")
-    kv_bits: int = Field(default=0, description="quantise KV to 8 or 4 bits; 0: do not")
+    kv_bits: int = Field(default=0, description="quantise KV to 8 or 4 bits; 0: not quantised")
     kv_group_size: int = Field(default=64, ge=32, le=128, description="numbers of KV with one scale: 32, 64 or 128")
     max_kv_size: int = Field(
         default=0,
         ge=0,
-        description="positions that a layer of full attention keeps of a sequence, the last ones; 0: all. What is "
-        "forgotten changes answers",
+        description="last positions of a sequence that a layer of full attention keeps; 0: all. Forgetting the others "
+        "changes answers",
     )
     share_prompts: SharePrompts = Field(
         default="auto",
-        description="store once what the rows of a batch begin with, and read it once in a step: auto (where more rows "
-        "fit the memory, or steps are no slower), always, off",
+        description="store and read the common beginning of a batch's rows once: auto (where more rows fit the memory, "
+        "or steps are no slower), always, off",
     )
 
     # -- the model, its batch and its life
@@ -141,37 +154,45 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
         description="model folder, hub name or GGUF file",
     )
     served_model_name: str = Field(
-        default="", description="name in the API; default: the last part of --model, which a request may also say whole"
+        default="",
+        description="name in the API; default: the last part of --model; requests may also give --model in full",
     )
     allow_other_weights: bool = Field(
-        default=False, description="join although workers of this name have other weights, dtype, KV bits or tokenizer"
+        default=False,
+        description="join although other workers of this name have other weights, dtype, KV bits or tokenizer",
     )
-    worker_id: str = Field(default="", description="default: host name and a random part")
+    worker_id: str = Field(default="", description="id of this worker; default: host name and a random part")
     max_batch_size: int = Field(
         default=32,
         ge=1,
         validation_alias=AliasChoices("max_batch_size", "max_batch", "PARALLM_MAX_BATCH_SIZE"),
         description="rows that decode together",
     )
-    prefill_batch_size: int = Field(default=128, ge=1, description="prompts that prefill together, at most")
+    prefill_batch_size: int = Field(default=128, ge=1, description="most prompts that prefill together")
     prefill_chunk: int = Field(
-        default=0, ge=0, description="prompt tokens between two decode steps; 0: as many as this machine feeds in 50 ms"
+        default=0,
+        ge=0,
+        description="prompt tokens between two decode steps; 0: as many as this machine computes in 50 ms",
     )
     warm_up: bool = Field(
-        default=True, description="on a GPU: decode rows of usual sizes while there are no others, to compile kernels"
+        default=True, description="on a GPU: decode rows of usual sizes while idle, to compile kernels"
     )
     reserved_interactive_rows: int = Field(default=2, ge=0, description="rows that batch work never takes")
-    interactive_share: float = Field(default=0.7, ge=0, le=1, description="share of rows when both classes wait")
+    interactive_share: float = Field(
+        default=0.7, ge=0, le=1, description="share of rows for interactive sequences when both classes wait"
+    )
     max_context: int = Field(default=0, ge=0, description="shorten the model's context; 0: the model's own")
     dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
-        default="", description="default: the model's; float32 on a Linux CPU"
+        default="", description="data type of the weights; default: the model's; float32 on a Linux CPU"
     )
-    lease_ms: int = Field(default=3000, ge=200, description="a dead worker's sequences move on after this long")
+    lease_ms: int = Field(
+        default=3000, ge=200, description="time after which a dead worker's sequences move to other workers"
+    )
     drain_grace_s: float = Field(default=30, ge=0, description="on SIGTERM: time for running rows to finish")
     engine_stall_s: float = Field(
         default=120,
         gt=0,
-        description="silence after which an engine with work counts as stuck: the worker restarts",
+        description="time without a step after which an engine with work counts as stuck, and the worker restarts",
     )
     log_every_tokens: int = Field(default=16, ge=1, description="tokens between two writes of a sequence's log")
     tool_format: str = Field(
@@ -181,26 +202,31 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
     )
     reasoning_format: str = Field(
         default="",
-        description="marks around the model's reasoning, such as think, or none; default: likewise",
+        description="marks around the model's reasoning, such as think, or none; default: by its chat template and "
+        "vocabulary",
     )
-    trust_remote_code: bool = Field(default=False, description="run the model's and the tokenizer's own Python")
+    trust_remote_code: bool = Field(default=False, description="run the Python code of the model and its tokenizer")
     adapter_slots: int = Field(default=8, ge=1, description="adapter versions that the rows of a batch may use at once")
-    adapter_rank: int = Field(default=64, ge=1, le=256, description="largest rank; memory is taken for ranks in use")
+    adapter_rank: int = Field(
+        default=64, ge=1, le=256, description="largest rank of an adapter; memory is taken for ranks in use"
+    )
     adapter_dtype: Literal["", "float32", "float16", "bfloat16"] = Field(
-        default="", description="of loaded adapters; default: the model's activations"
+        default="", description="data type of loaded adapters; default: that of the model's activations"
     )
     adapter_cache_dir: Path = Field(
-        default=Path(".parallm/adapters"), description="fetched adapter files; serve: adapters in --data-dir"
+        default=Path(".parallm/adapters"), description="folder of fetched adapter files; serve: adapters in --data-dir"
     )
     adapter_cache_gb: float = Field(default=4, gt=0, description="size of that folder")
-    guest: str = Field(default="", description="shares the engine's thread, such as trainer.hosted:HostedTrainer")
+    guest: str = Field(
+        default="", description="class that shares the engine's thread, such as trainer.hosted:HostedTrainer"
+    )
     end_with_guest: bool = Field(default=False, description="end when the guest has done its work")
     train_config: Path | None = Field(default=None, description="YAML file of the hosted trainer's settings")
     training_share: float = Field(
-        default=0.2, ge=0, lt=1, description="of the engine's time that training takes while rows decode"
+        default=0.2, ge=0, lt=1, description="share of the engine's time that training takes while rows decode"
     )
     training_pause_ms: float = Field(
-        default=50, ge=0, description="time that one microbatch may take, and so a row wait for it; 0: not bounded"
+        default=50, ge=0, description="longest time of one microbatch, for which rows wait; 0: not bounded"
     )
 
     @field_validator("kv_bits")

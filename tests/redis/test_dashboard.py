@@ -103,7 +103,7 @@ async def test_parts_of_the_page_arrive_as_events(server: Api, redis: Redis) -> 
     [
         ("", {"KL to the base", "Lag", "trajectories", "rollbacks"}, {"episodes", "examples"}),
         ("ppo", {"Mean return", "KL to the version that acted", "episodes"}, {"Lag", "KL to the base", "tok/s"}),
-        ("sft", {"Right of what is held out", "examples"}, {"Lag", "KL to the base", "Reward", "Entropy"}),
+        ("sft", {"Held-out share correct", "examples"}, {"Lag", "KL to the base", "Reward", "Entropy"}),
     ],
 )
 async def test_a_run_shows_the_figures_that_its_mode_has(

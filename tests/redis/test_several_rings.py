@@ -340,8 +340,8 @@ async def test_a_ring_that_is_killed_amid_streams_takes_neither_the_front_nor_th
             assert "retry-after" in away.headers
         assert await ids(front, "/v1/models") == [MODEL]
         board = (await front.http.get("/dashboard")).text
-        assert f"<td>home</td><td>answers</td><td>{MODEL}</td>" in board
-        assert "<td>east</td><td>away: its Redis does not answer" in board and f"<td>{EAST}</td>" in board
+        assert f"<td>home</td><td>available</td><td>{MODEL}</td>" in board
+        assert "<td>east</td><td>unavailable: its Redis does not answer" in board and f"<td>{EAST}</td>" in board
         assert (await front.http.get("/readyz")).status_code == 200
         health = await front.http.get("/health")
         assert (health.status_code, health.json()["status"]) == (200, "degraded")

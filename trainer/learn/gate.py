@@ -32,22 +32,27 @@ class GateSettings(BaseModel):
         default=0.05, gt=0, description="gate: largest root mean square of one update over all adapter parameters"
     )
     max_probe_kl: float = Field(
-        default=0.5, gt=0, description="gate: nats a token from the last good version, on fixed prompts"
+        default=0.5,
+        gt=0,
+        description="gate: largest KL divergence from the last good version on fixed prompts, nats per token",
     )
     max_base_kl: float = Field(
-        default=2.0, gt=0, description="gate: the same from what the run began with: the base, or start_from"
+        default=2.0, gt=0, description="gate: the same from the base or start_from, with which the run began"
     )
     max_best_kl: float = Field(
-        default=1.0, gt=0, description="gate: the same from the best version, once one has been judged"
+        default=1.0, gt=0, description="gate: the same from the best version, once a version has been judged"
     )
 
     max_logprob_gap: float = Field(
         default=0.5,
         gt=0,
-        description="posted trajectories: mean difference, nats a token, to the log-probabilities of the named version",
+        description="posted trajectories: largest mean difference from the named version's log-probabilities, "
+        "nats per token",
     )
     max_parity: float = Field(
-        default=0.1, gt=0, description="gate: mean difference between log-probabilities in a worker and in the trainer"
+        default=0.1,
+        gt=0,
+        description="gate: largest mean difference between log-probabilities in a worker and in the trainer",
     )
     reward_margin: float = Field(
         default=0.15, gt=0, description="how far rewards may fall below those of the best version"

@@ -122,17 +122,18 @@ class HeadSettings(BaseModel):
     """Part of TrainSettings: what `--mode reward` and `--loss ppo` alone know."""
 
     head: str = Field(
-        default="", description="mode reward: name of the head that learns; default: reward, or policy if it acts"
+        default="",
+        description="mode reward: name of the head that learns; default: reward, or policy for one that acts",
     )
     head_hidden: int = Field(
         default=0,
         ge=0,
         le=MAX_HIDDEN,
-        description="mode reward, loss ppo: width of the head's hidden layer; 0: it is linear",
+        description="mode reward, loss ppo: width of the head's hidden layer; 0: a linear head",
     )
-    head_only: bool = Field(default=False, description="mode reward, loss ppo: the head learns alone, without a LoRA")
+    head_only: bool = Field(default=False, description="mode reward, loss ppo: train the head alone, without a LoRA")
     head_learning_rate: float = Field(
-        default=1e-3, gt=0, description="mode reward, loss ppo: of the head; that of the LoRA is learning_rate"
+        default=1e-3, gt=0, description="mode reward, loss ppo: learning rate of the head; learning_rate is the LoRA's"
     )
 
 
@@ -143,29 +144,36 @@ class PpoSettings(BaseModel):
         default=None, description="mode ppo: JSON file that describes the network; default: two layers of 64, tanh"
     )
     memory: MemoryKind = Field(
-        default="", description="mode ppo, without network: the first of its layers is an lstm or a gru; default: tanh"
+        default="", description="mode ppo, without network: make the first layer an lstm or a gru; default: tanh"
     )
     bptt_steps: int = Field(
         default=16,
         ge=1,
-        description="mode ppo, networks with memory: steps that a gradient goes back; a divisor of rollout_steps",
+        description="mode ppo, networks with memory: steps through which gradients go back; a divisor of rollout_steps",
     )
     environment_copies: int = Field(
-        default=256, ge=1, le=512, description="mode ppo: played at once, each a row of one request"
+        default=256, ge=1, le=512, description="mode ppo: environments played at once, each a row of one request"
     )
-    rollout_steps: int = Field(default=32, ge=1, description="mode ppo: of each copy in one train step")
-    episode_steps: int = Field(default=500, ge=1, description="mode ppo: an episode is cut off after so many steps")
+    rollout_steps: int = Field(default=32, ge=1, description="mode ppo: steps of each environment in one train step")
+    episode_steps: int = Field(
+        default=500, ge=1, description="mode ppo: most steps of an episode, which is then cut off"
+    )
     update_epochs: int | None = Field(
-        default=None, ge=1, description="modes ppo, rl: times that each step or sample is learned from; default: 4, 1"
+        default=None,
+        ge=1,
+        description="modes ppo, rl: times that each step or sample is used in training; default: 4, 1",
     )
     discount: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="mode ppo, loss ppo: of a reward one step later; default: 0.99, of a token 1",
+        description="mode ppo, loss ppo: discount of a reward per step; default: 0.99, per token 1",
     )
     gae_lambda: float = Field(
-        default=0.95, ge=0, le=1, description="mode ppo, loss ppo: 0: advantages trust the values, 1: the rewards"
+        default=0.95,
+        ge=0,
+        le=1,
+        description="mode ppo, loss ppo: lambda of GAE: 0: advantages rely on the values, 1: on the rewards",
     )
     value_coefficient: float = Field(
         default=0.5, ge=0, description="mode ppo, loss ppo: factor on the loss of the values"
@@ -173,10 +181,12 @@ class PpoSettings(BaseModel):
     value_clip: float = Field(
         default=0.0,
         ge=0,
-        description="mode ppo, loss ppo: how far from its old value a value learns in a train step; 0: no bound",
+        description="mode ppo, loss ppo: largest change of a value in one train step; 0: no bound",
     )
     target_return: float = Field(
-        default=0.0, ge=0, description="mode ppo: the run ends when an evaluation reaches it; 0: after its steps"
+        default=0.0,
+        ge=0,
+        description="mode ppo: end the run when an evaluation reaches this return; 0: after its steps",
     )
 
 
@@ -186,30 +196,32 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
 
     mode: TrainMode = Field(
         default="rl",
-        description="rl: from rewards; from a dataset: sft: what answers say; dpo: which are preferred; "
-        "distill: what a teacher would say; reward: a head; ppo: a network that acts in an environment",
+        description="rl: from rewards; ppo: a network that acts in an environment; from a dataset: sft: answers; "
+        "dpo: preferences; distill: a teacher's distribution; reward: a head that scores",
     )
     dpo_beta: float = Field(
-        default=0.1, gt=0, description="mode dpo: how strongly the policy is held near what the run begins with"
+        default=0.1,
+        gt=0,
+        description="mode dpo: how strongly the policy is held near the weights that the run began with",
     )
     feedback_max_age_days: float = Field(
         default=30.0,
         gt=0,
-        description="mode dpo, dataset feedback:POLICY: preferences between older answers are left out",
+        description="mode dpo, dataset feedback:POLICY: preferences about older answers are left out",
     )
     teacher: str = Field(
         default="",
-        description="mode distill: the teacher of the policy, a model or NAME@VERSION that the ring serves",
+        description="mode distill: the teacher, a model or NAME@VERSION that the ring serves",
     )
     teacher_top_k: int = Field(
         default=20,
         ge=1,
         le=20,
-        description="mode distill: the teacher's likeliest tokens that are asked for; all others count as one",
+        description="mode distill: most likely tokens of the teacher that are requested; all others count as one",
     )
     start_from: str = Field(
         default="",
-        description="adapter that a run begins with: NAME@VERSION, or a folder (with a '/'); default: the base",
+        description="adapter to begin with: NAME@VERSION, or a folder (with a '/'); default: the base",
     )
 
     def value_options(self, loss: LossName, learning_rate: float, scale: AdvantageScale) -> ValueOptions | None:

@@ -42,9 +42,11 @@ class LoggerSettings(BaseModel):
         default=[],
         description="wandb, mlflow, trackio: where each train step's figures are sent; needs the extra of that name",
     )
-    logger_project: str = Field(default="mlx-parallm", min_length=1, description="of the run, at these loggers")
+    logger_project: str = Field(default="mlx-parallm", min_length=1, description="project of the run at these loggers")
 
-    logger_samples: bool = Field(default=False, description="loggers get the shown samples, too: prompts and replies")
+    logger_samples: bool = Field(
+        default=False, description="send the shown samples to loggers, too: prompts and replies"
+    )
 
     def check_loggers(self) -> None:
         """SetupError when a package is missing, or when samples would go nowhere."""

@@ -45,24 +45,31 @@ class CurriculumSettings(BaseModel):
         default=0.1, ge=0, le=1, description="share of groups whose task is drawn evenly from all"
     )
     curriculum_target: float = Field(
-        default=0.5, ge=0.05, le=0.95, description="mean reward of the tasks to learn from; 0: hopeless, 1: solved"
+        default=0.5,
+        ge=0.05,
+        le=0.95,
+        description="difficulty of the tasks to learn from, as their mean reward; 0: hopeless, 1: solved",
     )
     curriculum_hopeless: float = Field(
         default=0.0, allow_inf_nan=False, description="mean reward of a task that is never solved"
     )
     curriculum_solved: float = Field(
-        default=1.0, allow_inf_nan=False, description="mean reward of a task that always is"
+        default=1.0, allow_inf_nan=False, description="mean reward of a task that is always solved"
     )
     curriculum_pace: float = Field(
-        default=0.05, gt=0, le=1, description="part of the task set by which a train step may move the difficulty"
+        default=0.05,
+        gt=0,
+        le=1,
+        description="largest share of the task set by which one train step moves the difficulty",
     )
     curriculum_field: str = Field(
         default="",
-        description="of a data set's lines, or of their metadata, that says how hard the task is; by reward, tasks "
-        "alike in it are expected to earn alike; default: none by reward, difficulty by difficulty",
+        description="field of a data set's lines, or of their metadata, that states how hard a task is; by "
+        "reward, tasks with the same value are expected to earn alike; default: none by reward, "
+        "difficulty by difficulty",
     )
     curriculum_levels: tuple[str, ...] = Field(
-        default=(), description="its values where they are no numbers, the easiest first"
+        default=(), description="values of that field from the easiest to the hardest, where they are not numbers"
     )
 
     def curriculum_options(self, seed: int) -> CurriculumOptions:

@@ -27,13 +27,15 @@ class HeldOutSettings(BaseModel):
     """Tasks that nothing is learned from."""
 
     held_out_dataset: Path | None = Field(default=None, description="JSON lines for evaluation")
-    held_out_options: dict[str, Any] = Field(default_factory=dict, description="for the class, when it is held out")
+    held_out_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of the environment's class for held-out tasks"
+    )
     held_out_reward: str = Field(
         default="",
         description="a second reward, or package.module:function, that measures answers to the held-out data set "
         "in addition to the one that is learned from; default: none",
     )
-    held_out_reward_options: dict[str, Any] = Field(default_factory=dict, description="for the second reward")
+    held_out_reward_options: dict[str, Any] = Field(default_factory=dict, description="options of the second reward")
     evaluate_every: int = Field(default=0, ge=0, description="train steps between evaluations; 0: none")
     evaluate_prompts: int = Field(default=64, ge=1, description="held-out tasks in one evaluation")
 

@@ -65,7 +65,7 @@ async def judge_answer(
     """Give an answer its verdict. It stands where the buttons were, so that nothing moves under a second click."""
     verdict = Verdict(1.0 if rating == "up" else 0.0)
     if not ring.settings.feedback_ttl_s:
-        raise ConflictError("this server keeps no answers for feedback (--feedback-ttl-days)")
+        raise ConflictError("this server stores no answers for feedback (--feedback-ttl-days)")
     if not await ring.answers.judge(answers_of(tenant), {name: verdict}):
         raise ConflictError("this answer has another verdict, or is not there any more")
     said = f"counted as {'good' if rating == 'up' else 'bad'}"

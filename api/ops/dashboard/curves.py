@@ -67,12 +67,12 @@ _PPO = (
     TrainingChart("reward", "Mean return", "", {"episodes": "reward", "evaluated": "held_out"}),
     TrainingChart("loss", "Loss", "", {"loss": "loss", "of values": "value_loss"}),
     TrainingChart("kl", "KL to the version that acted", "", {"per step": "kl"}),
-    TrainingChart("values", "Variance that values explain", "", {"share": "explained"}),
+    TrainingChart("values", "Variance explained by values", "", {"share": "explained"}),
     TrainingChart("entropy", "Entropy", "nats", {"per step": "entropy"}),
     TrainingChart("clipped", "Clipped", "", {"share": "clip_fraction"}),
 )
 _DATA = (
-    TrainingChart("held_out", "Right of what is held out", "", {"share": "held_out_right"}),
+    TrainingChart("held_out", "Held-out share correct", "", {"share": "held_out_right"}),
     TrainingChart("loss", "Loss", "", {"loss": "loss", "held out": "held_out_loss"}),
     TrainingChart("gradient", "Norm of the gradient", "", {"norm": "grad_norm"}),
 )

@@ -360,7 +360,7 @@ def test_a_reward_model_is_trained_gated_resumed_and_learned_from(
     )
     assert (told["best_reward"], told["latest_checkpoint"]) == (told["held_out_right"], "step-000012")
     shown = http.get("/dashboard/training").text
-    assert "run preference, mode reward, on models/tiny" in shown and "held out, right" in shown
+    assert "run preference, mode reward, on models/tiny" in shown and "held out, correct" in shown
     good, bad = score(http, model="preference@2", completions=["92", "12"], prompts="77+3=")
     assert good["score"] > bad["score"]
 
