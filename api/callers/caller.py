@@ -99,6 +99,12 @@ def may_cache() -> bool:
     return asked not in ("1", "true")
 
 
+def may_record() -> bool:
+    """False if this task's request has a key whose answers may not be stored."""
+    key = calling.get()
+    return key is None or key.feedback
+
+
 def asking() -> str:
     """Who the work of this task is for: a key by its name, without keys a client by its address."""
     key, sender = calling.get(), client.get()

@@ -15,7 +15,6 @@ from api.ring.ring import Ring
 from shared.adapters import AdapterRef, unknown_adapter
 from shared.errors import InvalidRequestError, ParallmError
 from shared.jobs import RewardSpec
-from shared.process.api_settings import ApiSettings
 from shared.rewards.kinds import CheckedReward, check
 from shared.sequences import Collection, ModelCard
 
@@ -71,12 +70,6 @@ async def collection_for_feedback(ring: Ring, target: Target, answer: str, sampl
         answers_bytes=settings.feedback_store_mb << 20,
         arm=target.choice.arm if target.choice else None,
     )
-
-
-def recorded_s(settings: ApiSettings) -> int:
-    """Seconds for which what this task's request generates is stored, to be replayed; 0 without its key's consent."""
-    key = calling.get()
-    return settings.record_ttl_s if key is None or key.feedback else 0
 
 
 def _policy(ring: Ring, target: Target) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from api.callers.caller import may_cache
+from api.callers.caller import may_cache, may_record
 from api.callers.fair_pool import LARGE_CHARS, aside
 from api.generation.choice import RequestPlan
-from api.generation.collection import collection_for_feedback, collection_of, recorded_s
+from api.generation.collection import collection_for_feedback, collection_of
 from api.generation.sampling import (
     MAX_TOP_LOGPROBS,
     WHOLE_VOCABULARY,
@@ -177,7 +177,7 @@ def _template(
         adapter=target.adapter,
         adapter_policy=target.policy,
         deadline_ms=deadline(settings, deadline_s),
-        record_s=recorded_s(settings),
+        record_s=settings.record_ttl_s if may_record() else 0,
         cache=cache and target.cache and may_cache(),
         **more,
     )

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
 
-from api.callers.caller import asker, key_name
+from api.callers.caller import asker, key_name, may_record
 from api.callers.fair_pool import aside
-from api.generation.collection import check_scoring, recorded_s
+from api.generation.collection import check_scoring
 from api.generation.target import JobTarget, find_job_target
 from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.errors import error_responses, from_validation, json_reply
@@ -126,7 +126,8 @@ async def _target(ring: Ring, body: JobBody) -> JobTarget:
 
 async def _checked_spec(ring: Ring, body: JobBody, target: JobTarget) -> JobSpec:
     spec = body.spec(target.card, target.adapter, ring.settings.logprobs_mode)
-    spec = msgspec.structs.replace(spec, id=new_job_id(), tenant=asker().tenant, record_s=recorded_s(ring.settings))
+    record_s = ring.settings.record_ttl_s if may_record() else 0
+    spec = msgspec.structs.replace(spec, id=new_job_id(), tenant=asker().tenant, record_s=record_s)
     if spec.reward is not None:
         await check_scoring(ring, check(spec.reward), "reward.options")
     if body.webhook is not None and ring.home is not ring:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import shlex
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from shared.redis.training.rounds import RoundStore
 from shared.redis.training.shared_runs import SharedRun
 from shared.redis.training.tinker_store import TinkerDownload, TinkerStore
 from shared.training import TrainerStatus, TrainingPoint
-from tests.e2e.rings import MODEL, ROOT, Ring
+from tests.e2e.rings import MODEL, ROOT, Ring, ring
 from tests.redis.adapter_versions import publish
 from tests.waiting import HANG_S, wait_until
 
@@ -47,6 +47,12 @@ MAY_BE_ABSENT = (
     "{completions}",
     ":learner-service",
 )  # "nothing: none", as the page says
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+    with ring(tmp_path_factory.mktemp("ring"), "--record-ttl-s", "600", "--replay-share", "1") as started:
+        yield started
 
 
 @pytest.fixture

@@ -220,7 +220,7 @@ async def test_what_would_miss_its_first_token_s_deadline_is_refused_and_when_to
         refused = await server.post("/v1/completions", BODY)
         assert refusal(refused) == (429, "first_token_too_late")
         message = refused.json()["error"]["message"]
-        assert "The deadline is " in message and "37% of it is kept free" in message, "30%, more after a refusal"
+        assert "The deadline is " in message and "37% of it is reserved" in message, "30%, more after a refusal"
         assert 1 <= int(refused.headers["retry-after"]) <= 250
         metrics = await _metrics(server)
         assert 'outcome="refused"' in metrics and "mlx_parallm_queue_predicted_seconds{" in metrics

@@ -171,9 +171,9 @@ async def test_what_was_asked_for_before_a_reset_is_not_stored_after_it(holder: 
     parcel = unpack(b"".join([packed.head, *packed.parts]), "model")
     heir.engine.cache.clear()
     holder.engine.cache.clear()
-    with pytest.raises(PeerError, match="forget"):
+    with pytest.raises(PeerError, match="emptied"):
         await heir.store.take(prompt, parcel)
-    with pytest.raises(PeerError, match="forget"):
+    with pytest.raises(PeerError, match="no longer has it"):
         await holder.store.parcel(offer.number, 0)
     assert heir.engine.known == 0
 

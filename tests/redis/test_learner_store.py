@@ -76,7 +76,7 @@ async def test_an_answer_counts_once_and_a_former_owner_is_refused(redis: Redis)
     assert await store.answer("one", 1) == StepDone({"a": 1.0})
     assert (await taken(store)).done == 1
     await redis.delete(keys.learner_answer("one", 1))
-    with pytest.raises(NotFoundError, match="not kept"):
+    with pytest.raises(NotFoundError, match="not stored"):
         await store.answer("one", 1)
 
 

@@ -93,4 +93,4 @@ async def test_the_same_tools_are_there_over_http(server: Api) -> None:
 
 def test_other_machines_do_not_get_the_key_s_rights() -> None:
     answer = CliRunner().invoke(app, ["mcp", "--transport", "http", "--host", "0.0.0.0"])
-    assert answer.exit_code == 2 and "only this machine" in answer.output
+    assert answer.exit_code == 2 and "only addresses of this machine" in answer.output

@@ -132,8 +132,8 @@ def test_contradictions_are_refused(body: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type"),
-        ({"tool_choice": {"type": "custom", "custom": {}}}, "tool_choice.type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"modalities": ["text", "audio"]}, "modalities"),

@@ -42,7 +42,9 @@ def test_ranks_learn_one_version_and_go_on_after_the_death_of_one(served: Ring, 
         (follower,) = children(again.popen.pid)
         os.kill(follower, signal.SIGTERM)  # as mlx.launch tells every rank
         assert again.wait() == 0, again.output
-        assert again.wait_for_line('"train_step": [12], .*"run.resumed"') and again.printed("another rank was told to")
+        assert again.wait_for_line('"train_step": [12], .*"run.resumed"') and again.printed(
+            "another rank got a signal to end"
+        )
     finally:
         again.stop(signal.SIGKILL)
     steps = [line.train_step for line in read(metrics)]
