@@ -200,7 +200,10 @@ def test_rollouts_that_are_tempered_or_filtered_come_with_the_samplers_own_logpr
         (["--mode", "dpo", "--dataset", "feedback:", "--connect-to", "b:1"], "'' is no adapter name"),
         (["--mode", "distill", "--teacher", "a@1"], "--mode distill needs a --dataset of messages or completions"),
         (["--mode", "distill", "--dataset", "x"], "--mode distill needs a --teacher"),
-        (["--mode", "distill", "--dataset", "x", "--teacher", "a@1"], "is reached through an api: give --connect-to HOST:PORT"),
+        (
+            ["--mode", "distill", "--dataset", "x", "--teacher", "a@1"],
+            "is reached through an api: give --connect-to HOST:PORT",
+        ),
         (["--mode", "sft", "--dataset", "x", "--teacher", "a@1"], "--teacher has no use with --mode sft"),
         (["--learner", "shared", "--over-http", "--connect-to", "a:1"], "leave out --over-http"),
         (["--trainers", "2"], "--trainers 2 goes with --learner shared"),
