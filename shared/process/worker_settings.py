@@ -233,7 +233,7 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
     @classmethod
     def _known_bits(cls, bits: int) -> int:
         if bits not in (0, 4, 8):
-            raise ValueError(f"{bits} is none of 8 and 4, the bits that KV can have, or 0: as it is")
+            raise ValueError(f"{bits} must be 8 or 4, the bits of quantised KV, or 0: not quantised")
         return bits
 
     @field_validator("tool_format", "reasoning_format")
@@ -257,12 +257,12 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
             raise ValueError("--ngram-min must not be more than --ngram-max")
         if self.spec_decode == "draft" and self.draft_model_path is None:
             raise ValueError(
-                "--spec-decode draft needs a draft model: --draft-model-path; without one ngram and auto do"
+                "--spec-decode draft needs a draft model: --draft-model-path; ngram and auto work without one"
             )
         if self.draft_model_path is not None and self.spec_decode not in ("draft", "auto"):
             raise ValueError("--draft-model-path is used with --spec-decode draft or auto")
         if self.draft_context_len and self.draft_model_path is None:
-            raise ValueError("--draft-context-len is of a draft model: --draft-model-path")
+            raise ValueError("--draft-context-len needs a draft model: --draft-model-path")
         return self
 
     @model_validator(mode="after")

@@ -67,7 +67,7 @@ def test_the_flags_of_speculative_decoding_reach_the_engine() -> None:
         ("--spec-decode draft", "needs a draft model: --draft-model-path"),
         ("--draft-model-path x", "is used with --spec-decode draft or auto"),
         ("--spec-decode ngram --draft-model-path x", "is used with --spec-decode draft or auto"),
-        ("--spec-decode auto --draft-context-len 128", "is of a draft model: --draft-model-path"),
+        ("--spec-decode auto --draft-context-len 128", "needs a draft model: --draft-model-path"),
         ("--spec-decode medusa", "'none', 'ngram', 'draft' or 'auto'"),
         ("--ngram-min 5", "must not be more than --ngram-max"),
     ],

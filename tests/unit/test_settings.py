@@ -99,7 +99,7 @@ def test_it_is_known_which_settings_were_given(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--kv-bits", "3"], "kv_bits: 3 is none of 8 and 4"),
+        (["--kv-bits", "3"], "kv_bits: 3 must be 8 or 4"),
         (["--rate-limit", "many"], "rate_limit: 'many' is no rate such as 600/minute"),
         (["--redis", "redis://one", "--connect-to", "two:1", "--dry-run"], "both name a ring"),
     ],

@@ -244,10 +244,12 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
         """SetupError for settings that contradict how samples are compared."""
         if loss != "ppo":
             if group_size < 2:
-                raise SetupError("--group-size 1 leaves a sample nothing to be compared with: it goes with --loss ppo")
+                raise SetupError("--group-size 1 leaves a sample nothing to be compared with: use it with --loss ppo")
             return
         if scale in ("leave_one_out", "maximum_likelihood"):
-            raise SetupError(f"--advantage-scale {scale} compares the samples of a group: with --loss ppo values do")
+            raise SetupError(
+                f"--advantage-scale {scale} compares the samples of a group, which --loss ppo does not: it uses values"
+            )
 
     def check_mode(self, shared: Iterable[str], dataset: Path | None, connect_to: str, loss: LossName) -> None:
         """SetupError for settings that the mode does not use, by name, and where there is nothing to learn from.
@@ -279,7 +281,7 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
         if not self.teacher:
             raise SetupError("--mode distill needs a --teacher: a model or NAME@VERSION that the ring serves")
         if not _is_api(connect_to):
-            raise SetupError(f"--teacher {self.teacher} is asked of an api: give --connect-to HOST:PORT")
+            raise SetupError(f"--teacher {self.teacher} is reached through an api: give --connect-to HOST:PORT")
 
     def _check_feedback(self, policy: str | None, connect_to: str) -> None:
         if policy is None:
@@ -290,7 +292,7 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
         if self.mode != "dpo":
             raise SetupError(f"{asked}: preferences are for --mode dpo")
         if not _is_api(connect_to):
-            raise SetupError(f"{asked} is asked of an api: give --connect-to HOST:PORT")
+            raise SetupError(f"{asked} is read through an api: give --connect-to HOST:PORT")
         try:
             check_name(policy)
         except InvalidRequestError as error:
