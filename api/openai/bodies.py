@@ -20,7 +20,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts
     max_tokens: int | None = Field(
-        default=None, ge=0, description="default 16; 0 goes with `echo` and scores the prompt"
+        default=None, ge=0, description="default: `--default-max-tokens`; 0 goes with `echo` and scores the prompt"
     )
     logprobs: TopLogprobs | None = Field(
         default=None, description="log-probabilities, with the k most likely tokens; -1: with the whole vocabulary"
