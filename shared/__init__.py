@@ -18,6 +18,7 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     owners.py        whose a thing is
     webhooks.py      receivers of notifications of an end
     seeds.py         seeds that follow from other seeds
+    noise.py         the number by which a token is drawn
     wire.py          bytes between two processes that know the ring's secret
     turns.py         whose turn it is, where tenants share what there is
 

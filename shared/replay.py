@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shared.seeds import uniform
+from shared.noise import mix_seeds, uniforms
 from shared.sequences import LEAST_TEMPERATURE, SamplingParams, SequenceResult, SequenceSpec
 
 BOUNDS = {
@@ -133,7 +133,7 @@ def gap_of(chances: Chances, sampling: SamplingParams, position: int, token: int
         return float(chances.max() - chances[token])
     if not chances[token]:
         return 1.0
-    noise = uniform(sampling.seed, position)
+    noise = float(uniforms(mix_seeds([sampling.seed]), np.array([position]))[0])
     return min(max(moved, _gap_among(chances, kept, noise, token)) for moved, kept in _kept_sets(chances, sampling))
 
 

@@ -16,26 +16,16 @@ import numpy.typing as npt
 
 from mlx_model.cuda import fused
 from mlx_model.sampling.named_tokens import NamedLogprobs
+from shared import noise
 from shared.frames import TokenLogprob, TokenLogprobs
-from shared.seeds import FACTORS, GOLDEN, MASK_64, mix
 
 BLOCK = 32  # tokens whose largest chance stands for them
 SMALLEST = 1e-37  # a chance below this counts as none
-_GOLDEN = np.uint64(GOLDEN)
-_FACTORS = np.uint64(FACTORS[0]), np.uint64(FACTORS[1])
-
-
-def mix_seeds(seeds: list[int]) -> npt.NDArray[np.uint64]:
-    """Seeds [B] of any size as well mixed 64-bit numbers; once per change of the batch."""
-    mixed: npt.NDArray[np.uint64] = mix(np.array([seed & MASK_64 for seed in seeds], np.uint64) + _GOLDEN, *_FACTORS)
-    return mixed
 
 
 def uniforms(mixed_seeds_B: npt.NDArray[np.uint64], positions_B: npt.NDArray[np.int64]) -> mx.array:
-    """One number in [0, 1 - 2^-24] per row from (seed, position): splitmix64 (doi 10.1145/2714064.2660195); [B, 1]."""
-    bits_B = mix(mixed_seeds_B + (positions_B.astype(np.uint64) + 1) * _GOLDEN, *_FACTORS)
-    uniforms_B = (bits_B >> 40).astype(np.float32) * np.float32(2**-24)
-    return mx.array(uniforms_B[:, None])
+    """The numbers of `shared.noise.uniforms`, [B, 1]."""
+    return mx.array(noise.uniforms(mixed_seeds_B, positions_B)[:, None])
 
 
 def uniforms_at(mixed_seeds: mx.array, positions: mx.array) -> mx.array:
@@ -44,15 +34,15 @@ def uniforms_at(mixed_seeds: mx.array, positions: mx.array) -> mx.array:
 
 
 @fused
-def _uniforms_at(seeds: mx.array, positions: mx.array, golden: mx.array, first: mx.array, second: mx.array) -> mx.array:
-    bits: mx.array = mix(seeds + (positions + 1) * golden, first, second)
+def _uniforms_at(mixed: mx.array, positions: mx.array, golden: mx.array, first: mx.array, second: mx.array) -> mx.array:
+    bits: mx.array = noise.mix(mixed + (positions + 1) * golden, first, second)
     return (bits >> 40).astype(mx.float32) * 2**-24
 
 
 @cache
 def _numbers() -> list[mx.array]:
     """As arrays: a compiler would take them for numbers with a sign."""
-    numbers = [mx.array(np.array(each)) for each in (_GOLDEN, *_FACTORS)]
+    numbers = [mx.array(np.array(each)) for each in (noise.GOLDEN, *noise.FACTORS)]
     mx.eval(numbers)
     return numbers
 

@@ -11,8 +11,9 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_model.sampling.draw import draw_by_chance, mix_seeds, uniforms
+from mlx_model.sampling.draw import draw_by_chance, uniforms
 from shared.frames import TokenEvent, TokenLogprob, TokenLogprobs
+from shared.noise import mix_seeds
 from shared.sequences import LEAST_TEMPERATURE, SamplingParams, SequenceSpec
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # a token that has less of a chance is never drawn

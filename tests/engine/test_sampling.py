@@ -14,13 +14,13 @@ from mlx_model.sampling.cuda import draws
 from mlx_model.sampling.draw import (
     draw_by_chance,
     largest_by_blocks,
-    mix_seeds,
     nucleus_by_halving,
     nucleus_threshold,
     uniforms,
     uniforms_at,
 )
 from shared.frames import TokenEvent
+from shared.noise import mix_seeds
 from shared.sequences import SamplingParams, SequenceSpec
 from worker.engine.batch import sampler
 from worker.engine.batch.row import Row

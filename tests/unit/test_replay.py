@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_model.sampling.draw import mix_seeds, uniforms
+from mlx_model.sampling.draw import uniforms
+from shared.noise import mix_seeds
 from shared.replay import bound_of, gap_of
-from shared.seeds import uniform
 from shared.sequences import SamplingParams
 
 VOCAB = 64
@@ -19,6 +19,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "top_k_and_top_p": {"top_k": 20, "top_p": 0.8},
     "min_p": {"min_p": 0.2},
 }
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number by which a token is drawn: splitmix64 of plain integers."""
+
+    def mixed(bits: int) -> int:
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            bits = (bits ^ (bits >> shift)) * factor % 2**64
+        return bits ^ (bits >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    return (mixed((mixed((seed + golden) % 2**64) + (position + 1) * golden) % 2**64) >> 40) * 2.0**-24
 
 
 def chances(seed: int) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -23,6 +23,7 @@ NOUNS = {
     "api/checks/public_addresses.py",  # the rule of security by which webhooks and images are sent and fetched
     "shared/machine/commands.py",  # how programs of macOS are run: memory, power, heat and addresses come by them
     "shared/ranks.py",  # the status of a rank, which workers and trainers report and an api shows
+    "shared/seeds.py",  # seeds that follow from others: a promise to clients, so in one place
     "shared/webhooks.py",  # a receiver: jobs, batches and responses carry it
     "worker/peers/messages.py",  # the protocol between two workers
 }

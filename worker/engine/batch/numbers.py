@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_model.sampling.draw import mix_seeds
+from shared.noise import mix_seeds
 from shared.sequences import LEAST_TEMPERATURE
 from worker.engine.batch.row import Row
 
