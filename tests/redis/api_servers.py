@@ -6,6 +6,7 @@ import json
 import math
 import socket
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
 from api.app import create_app
+from api.http.api_keys import line_of, new_key
 from api.http.connections import bounded
 from api.ring.ring import Ring
 from shared.process.api_settings import ApiSettings
@@ -30,6 +32,14 @@ def _with_known_routes(app: FastAPI) -> FastAPI:
     _routes.extend(app.router.routes if not _routes else ())
     app.router.routes[:] = _routes
     return app
+
+
+def key_file(folder: Path, **fields: dict[str, str]) -> tuple[Path, dict[str, dict[str, str]]]:
+    """A file with a key for each name, with these fields, and by name the header that sends the key."""
+    secrets = {name: new_key() for name in fields}
+    file = folder / "keys"
+    file.write_text("".join(f"{line_of(secrets[name], name=name, **own)}\n" for name, own in fields.items()))
+    return file, {name: {"authorization": f"Bearer {secret}"} for name, secret in secrets.items()}
 
 
 class _Server(uvicorn.Server):

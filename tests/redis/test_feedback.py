@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from api.http.api_keys import line_of, new_key
 from shared.errors import SetupError
 from shared.redis import keys
 from shared.redis.connection.client import connect
@@ -23,7 +22,7 @@ from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.scoring.pool import RewardPool
 from shared.sequences import SequenceSpec
 from shared.trajectories import LiveTrajectory, Trajectory
-from tests.redis.api_servers import Api, api
+from tests.redis.api_servers import Api, api, key_file
 from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.unit.api_texts import codec, ids
 from tests.waiting import wait_until
@@ -250,14 +249,9 @@ async def test_an_unknown_answer_is_named_as_it_was_asked_for(
 
 
 async def test_who_does_not_want_it_is_not_kept(redis_url: str, redis: Redis, tmp_path: Path) -> None:
-    secrets = {name: new_key() for name in ("alice", "bob", "carl")}
-    file = tmp_path / "keys"
-    file.write_text(
-        f"{line_of(secrets['alice'], name='alice', tenant='acme')}\n"
-        f"{line_of(secrets['bob'], name='bob', tenant='bobs')}\n"
-        f"{line_of(secrets['carl'], name='carl', tenant='acme', feedback='no')}\n"
+    file, said = key_file(
+        tmp_path, alice={"tenant": "acme"}, bob={"tenant": "bobs"}, carl={"tenant": "acme", "feedback": "no"}
     )
-    said = {name: {"authorization": f"Bearer {secret}"} for name, secret in secrets.items()}
     async with (
         working(redis_url, script),
         api(redis_url, feedback_ttl_days=1, api_key_file=file) as server,

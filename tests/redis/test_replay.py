@@ -5,10 +5,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from api.http.api_keys import line_of, new_key
 from shared.redis import keys
 from shared.sequences import SequenceSpec
-from tests.redis.api_servers import api
+from tests.redis.api_servers import api, key_file
 from tests.redis.scripted_worker import MODEL, Answer, working
 
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "say", "max_tokens": 16}
@@ -21,14 +20,9 @@ def script(spec: SequenceSpec) -> Answer:
 async def test_a_tenant_replays_its_own_and_who_did_not_consent_is_not_recorded(
     redis_url: str, redis: Redis, tmp_path: Path
 ) -> None:
-    secrets = {name: new_key() for name in ("alice", "bob", "carl")}
-    file = tmp_path / "keys"
-    file.write_text(
-        f"{line_of(secrets['alice'], name='alice', tenant='acme')}\n"
-        f"{line_of(secrets['bob'], name='bob', tenant='bobs')}\n"
-        f"{line_of(secrets['carl'], name='carl', tenant='acme', feedback='no')}\n"
+    file, headers = key_file(
+        tmp_path, alice={"tenant": "acme"}, bob={"tenant": "bobs"}, carl={"tenant": "acme", "feedback": "no"}
     )
-    headers = {name: {"authorization": f"Bearer {secret}"} for name, secret in secrets.items()}
     async with working(redis_url, script), api(redis_url, record_ttl_s=60, api_key_file=file) as server:
         hers = (await server.post("/v1/completions", ASK, headers=headers["alice"])).json()["id"]
         for more, key in (({"collect_trajectory": False}, "alice"), ({"cache": False}, "alice"), ({}, "carl")):

@@ -11,13 +11,12 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from api.http.api_keys import line_of, new_key
 from shared.adapters import AdapterManifest, GateCheck
 from shared.heads import HeadSpec
 from shared.redis import keys
 from shared.redis.adapters.splits import SplitState
 from tests.redis.adapter_versions import publish
-from tests.redis.api_servers import Api, api
+from tests.redis.api_servers import Api, api, key_file
 from tests.redis.scripted_worker import MODEL, ScriptedWorker, working
 from tests.redis.splits import ASK, TWO, answered, begun, earn, hello, splitting, version_of
 from tests.waiting import wait_until
@@ -242,14 +241,7 @@ async def test_a_rejected_version_is_not_split_over(server: Api) -> None:
 
 
 async def test_a_split_is_about_its_owners_requests_alone(redis_url: str, redis: Redis, tmp_path: Path) -> None:
-    secrets = {name: new_key() for name in ("alice", "bob", "root")}
-    file = tmp_path / "keys"
-    file.write_text(
-        f"{line_of(secrets['alice'], name='alice', tenant='acme')}\n"
-        f"{line_of(secrets['bob'], name='bob', tenant='bobs')}\n"
-        f"{line_of(secrets['root'], name='root', role='admin')}\n"
-    )
-    said = {name: {"authorization": f"Bearer {secret}"} for name, secret in secrets.items()}
+    file, said = key_file(tmp_path, alice={"tenant": "acme"}, bob={"tenant": "bobs"}, root={"role": "admin"})
     async with working(redis_url, script) as worker, api(redis_url, feedback_ttl_days=1, api_key_file=file) as server:
         await publish(server.ring.adapters)  # for all
         await publish(server.ring.adapters, seed=1, set_latest=False)
