@@ -18,7 +18,15 @@ from redis.exceptions import RedisError
 from shared.errors import ParallmError
 from shared.redis.connection.faults import reason
 from shared.redis.queue.replayer import Replayer, replay_calls
-from shared.redis.recordings import Court, CourtCase, Standing, add_verdict, forget_verdicts, trusted_verdicts_on
+from shared.redis.recordings import (
+    Court,
+    CourtCase,
+    Standing,
+    add_verdict,
+    forget_verdicts,
+    standing_of,
+    trusted_accusers,
+)
 from shared.replay import ReplayReport, bound_of
 from shared.sequences import ModelCard
 
@@ -111,9 +119,10 @@ class CourtDuty:
             await self._court.done([case.entry])
 
     async def _look_at_own_standing(self) -> None:
-        found = await trusted_verdicts_on(self._redis, self._card.name, self._id)
-        if found.standing != self.standing:
-            self.standing = found.standing
-            log.error("court.standing", worker=self._id, standing=found.standing, judges=found.judges)
-            if found.standing == "wrong":
+        accusers = await trusted_accusers(self._redis, self._card.name, self._id)
+        standing = standing_of(accusers)
+        if standing != self.standing:
+            self.standing = standing
+            log.error("court.standing", worker=self._id, standing=standing, judges=accusers)
+            if standing == "wrong":
                 self._on_wrong()

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from api.callers.caller import asker, calling, key_name
+from api.callers.caller import asker, key_name, may_record
 from api.generation.sampling import SamplingFields
 from api.generation.target import Target
 from api.ring.ring import Ring
@@ -56,8 +56,8 @@ async def collection_of(ring: Ring, body: SamplingFields, target: Target, prompt
 
 async def collection_for_feedback(ring: Ring, target: Target, answer: str, samples: int) -> Collection | None:
     """How an answer is kept for a verdict in retrospect; None when it is not, by the server's or the key's setting."""
-    settings, key = ring.settings, calling.get()
-    if not settings.feedback_ttl_s or (key is not None and not key.feedback):
+    settings = ring.settings
+    if not settings.feedback_ttl_s or not may_record():
         return None
     policy = _policy(ring, target)
     if not await _may_learn(ring, policy):

@@ -6,6 +6,7 @@ Which ones is decided by their ids, so that a repeated commit decides alike.
 """
 
 import hashlib
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from redis.asyncio import Redis
@@ -20,9 +21,9 @@ from shared.sequences import SequenceResult, SequenceSpec, decode_result, decode
 MOST_BYTES = 256 << 20  # of the recordings of one model
 COURT_ENTRIES = 1_000
 COURT_BYTES = 32 << 20
-MOST_CASES = 100  # that are named
 MOST_PASSES = 32  # of a case between workers
 MOST_CHOICES = 128  # of a completion
+_JUDGE = "judge:"  # before the name of a worker, in the fields of verdicts
 REPLAYS = "replay-"  # ids of sequences that compute others again begin so
 
 
@@ -45,20 +46,9 @@ class CourtCase(NamedTuple):
 Standing = Literal["", "disputed", "wrong"]
 
 
-class CourtRecord(NamedTuple):
-    """Counts of what other workers found of one worker's tokens."""
-
-    sequences: int = 0
-    tokens: int = 0
-    ties: int = 0
-    wrong: int = 0
-    judges: tuple[str, ...] = ()  # that found tokens wrong
-    cases: tuple[str, ...] = ()  # ids of the sequences in which they did, the latest ones
-
-    @property
-    def standing(self) -> Standing:
-        """One accuser may be the faulty one itself, so it takes two to find a worker wrong."""
-        return "wrong" if len(self.judges) > 1 else "disputed" if self.judges else ""
+def standing_of(accusers: Collection[str]) -> Standing:
+    """One accuser may be the faulty one itself, so it takes two to find a worker wrong."""
+    return "wrong" if len(accusers) > 1 else "disputed" if accusers else ""
 
 
 async def add_verdict(redis: Redis, model: str, judge: str, report: ReplayReport) -> None:
@@ -72,7 +62,7 @@ async def add_verdict(redis: Redis, model: str, judge: str, report: ReplayReport
         )
     ]  # fmt: skip
     if report.wrong:
-        commands += [("HINCRBY", key, f"judge:{judge}", 1), ("HSET", key, f"case:{report.id}", judge)]
+        commands += [("HINCRBY", key, _JUDGE + judge, 1), ("HSET", key, f"case:{report.id}", judge)]
     await ask_all(redis, [*commands, ("EXPIRE", key, keys.VERDICTS_TTL_S)])
 
 
@@ -81,25 +71,19 @@ async def forget_verdicts(redis: Redis, model: str, worker: str) -> None:
     await ask(redis, "DEL", keys.verdicts(model, worker))
 
 
-async def verdicts_on(redis: Redis, model: str, worker: str) -> CourtRecord:
-    """Read the court's counts of a worker, of the last day."""
-    found: dict[bytes, bytes] = await ask(redis, "HGETALL", keys.verdicts(model, worker))
-    fields = {name.decode(): value for name, value in found.items()}
-    sequences, tokens, ties, wrong = (int(fields.get(name, 0)) for name in ("sequences", "tokens", "ties", "wrong"))
-    named = {kind: tuple(n.removeprefix(kind) for n in fields if n.startswith(kind)) for kind in ("judge:", "case:")}
-    return CourtRecord(sequences, tokens, ties, wrong, named["judge:"], named["case:"][-MOST_CASES:])
+async def trusted_accusers(redis: Redis, model: str, worker: str) -> list[str]:
+    """Workers that found tokens of this one wrong within a day, without those that are found wrong themselves."""
+    accusers = await _accusers(redis, model, worker)
+    return [each for each in accusers if standing_of(await _accusers(redis, model, each)) != "wrong"]
 
 
-async def trusted_verdicts_on(redis: Redis, model: str, worker: str) -> CourtRecord:
-    """The same without accusations by workers that two others have found wrong themselves."""
-    found = await verdicts_on(redis, model, worker)
-    accused = [await verdicts_on(redis, model, judge) for judge in found.judges]
-    judges = [judge for judge, own in zip(found.judges, accused, strict=True) if own.standing != "wrong"]
-    return found._replace(judges=tuple(judges))
+async def _accusers(redis: Redis, model: str, worker: str) -> list[str]:
+    fields = [name.decode() for name in await ask(redis, "HKEYS", keys.verdicts(model, worker))]
+    return [name.removeprefix(_JUDGE) for name in fields if name.startswith(_JUDGE)]
 
 
 def recording_keys(model: str, seq: str) -> list[str]:
-    """The keys that the committing script needs for `recording_arguments`."""
+    """The keys that the committing script needs to store a sequence."""
     return [
         keys.recording(model, seq),
         keys.recordings(model),
@@ -109,18 +93,24 @@ def recording_keys(model: str, seq: str) -> list[str]:
     ]
 
 
-def recording_arguments(spec: SequenceSpec, replay_share: float) -> list[Argument]:
-    """Arguments of the committing script that say for how long a sequence is recorded, and whether it is checked.
+class Recorded(NamedTuple):
+    """How the committing script stores a sequence; nothing is stored of one that is not to be cached."""
 
-    Nothing is stored of a sequence that is not to be cached.
-    """
-    chosen = "1" if spec.kind == "generate" and spec.cache and is_chosen(spec.id, replay_share) else ""
-    return [spec.record_s if spec.cache else 0, MOST_BYTES, chosen, COURT_ENTRIES, COURT_BYTES, keys.COURT_TTL_S]
+    for_s: int  # seconds for which it can be replayed; 0: it is not recorded
+    is_checked: bool  # another worker is to compute it again
 
+    @classmethod
+    def of(cls, spec: SequenceSpec, replay_share: float) -> "Recorded":
+        """The same at each repetition of a commit."""
+        if not spec.cache:
+            return cls(0, is_checked=False)
+        return cls(spec.record_s, is_checked=spec.kind == "generate" and is_chosen(spec.id, replay_share))
 
-def needs_result(spec: SequenceSpec, replay_share: float) -> bool:
-    """True if a commit must carry the result for a recording."""
-    return bool(spec.record_s) or is_chosen(spec.id, replay_share)
+    @property
+    def arguments(self) -> list[Argument]:
+        """Arguments of the committing script, for `recording_keys`."""
+        checked = "1" if self.is_checked else ""
+        return [self.for_s, MOST_BYTES, checked, COURT_ENTRIES, COURT_BYTES, keys.COURT_TTL_S]
 
 
 def is_chosen(seq: str, share: float) -> bool:
@@ -180,6 +170,8 @@ class Court(Stream[CourtCase]):
             commands: list[tuple[Argument, ...]] = [
                 ("XADD", keys.court(self._model), "*", *fields),
                 ("HINCRBY", keys.court_stats(self._model), "bytes", len(spec) + len(result)),
+                ("EXPIRE", keys.court(self._model), keys.COURT_TTL_S),
+                ("EXPIRE", keys.court_stats(self._model), keys.COURT_TTL_S),
             ]
             await ask_all(self._redis, commands)
         await self.done([case.entry])

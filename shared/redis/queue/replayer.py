@@ -42,11 +42,11 @@ class Replayer:
         self._calls = calls
         self._card = card
 
-    async def replay(self, recording: Recording, bound: float, *, on: str = "", not_on: str = "") -> ReplayReport:
+    async def replay(self, recording: Recording, bound: float, *, on: str = "") -> ReplayReport:
         """Compute a recording again and compare it, with this bound of probability.
 
-        `on`: the worker that must do it, `not_on`: the one that must not; ServiceUnavailableError when others take the
-        work each time. UnsupportedModelError for what generates nothing. EngineError when the ring cannot compute it.
+        `on`: the worker that must do it; ServiceUnavailableError when others take the work each time.
+        UnsupportedModelError for what generates nothing. EngineError when the ring cannot compute it.
         """
         spec, recorded = recording
         if spec.kind != "generate":
@@ -58,24 +58,18 @@ class Replayer:
             if span.start and spec.kv_on_swap == "keep":
                 found.leave(span.end - span.start, "the adapter was swapped, and the row went on with earlier KV")
                 continue
-            await self._replay_span(spec, recorded, span, found, (on, not_on))
+            await self._replay_span(recording, span, found, on)
         return found.report(spec.id)
 
-    async def _replay_span(
-        self,
-        spec: SequenceSpec,
-        recorded: SequenceResult,
-        span: VersionSpan,
-        found: "_Findings",
-        where: tuple[str, str],
-    ) -> None:
+    async def _replay_span(self, recording: Recording, span: VersionSpan, found: "_Findings", on: str) -> None:
+        spec, recorded = recording
         at = span.start
         while at < span.end:
             if len(found.differences) >= MOST_DIFFERENCES:
                 found.leave(span.end - at, f"more than {MOST_DIFFERENCES} tokens differ")
                 return
             part = replayed_part(spec, recorded, at, span.end, span.version)
-            again = await self._compute(part, found, where)
+            again = await self._compute(part, found, on)
             while at < span.end and at < len(again.completion_ids):
                 if again.completion_ids[at] != recorded.completion_ids[at]:
                     break
@@ -85,25 +79,21 @@ class Replayer:
                 return
             drawn = again.completion_ids[at] if at < len(again.completion_ids) else -1
             whole = with_all_chances(replayed_part(spec, recorded, at, at + 1, span.version), self._card.vocab_size)
-            chances = chances_of(await self._compute(whole, found, where), self._card.vocab_size)
+            chances = chances_of(await self._compute(whole, found, on), self._card.vocab_size)
             token = recorded.completion_ids[at]
             found.drew_another(at, drawn, float(chances[token]), gap_of(chances, spec.sampling, at, token))
             at += 1
 
-    async def _compute(self, part: SequenceSpec, found: "_Findings", where: tuple[str, str]) -> SequenceResult:
-        on, not_on = where
+    async def _compute(self, part: SequenceSpec, found: "_Findings", on: str) -> SequenceResult:
         for _ in range(TRIES):
             one = msgspec.structs.replace(part, id=f"{REPLAYS}{uuid.uuid4().hex}", job=self._calls.owner)
             (result,) = await self._calls.call([one], prefer=(on,) if on else ())
             if result.finish.failure:
                 raise EngineError(f"the replay failed: {result.finish.failure}")
-            if (on and result.worker != on) or result.worker == not_on:
-                continue
-            found.by(result.worker)
-            return result
-        raise ServiceUnavailableError(
-            f"other workers than {on} took the replay" if on else f"no other worker than {not_on} took the replay"
-        )
+            if on in ("", result.worker):
+                found.by(result.worker)
+                return result
+        raise ServiceUnavailableError(f"other workers than {on} took the replay")
 
 
 class _Findings:

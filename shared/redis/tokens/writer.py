@@ -19,7 +19,7 @@ from shared.frames import Frame, TokenEvent, encode_events, encode_frame, fence
 from shared.redis import keys
 from shared.redis.connection.client import Script, is_no_script
 from shared.redis.connection.faults import reason
-from shared.redis.recordings import needs_result, recording_arguments, recording_keys
+from shared.redis.recordings import Recorded, recording_keys
 from shared.redis.training.trajectory_intake import collecting_arguments, collecting_keys
 from shared.sequences import Claim, SequenceResult, encode
 
@@ -137,6 +137,7 @@ class FrameWriter:
     def _add_commit(self, pipe: "Pipeline", commit: Commit) -> None:
         claim, spec, finish = commit.claim, commit.claim.spec, commit.result.finish
         unread = bool(spec.job) and not spec.api
+        recorded = Recorded.of(spec, self._replay_share)
         _COMMIT.add(
             pipe,
             [
@@ -154,7 +155,7 @@ class FrameWriter:
                 claim.entry,
                 claim.attempt,
                 "cancelled" if finish.reason == "cancelled" else "done",
-                encode(commit.result) if spec.job or spec.collect or needs_result(spec, self._replay_share) else b"",
+                encode(commit.result) if spec.job or spec.collect or any(recorded) else b"",
                 encode_events(commit.last) if commit.last else b"",
                 keys.SEQUENCE_TTL_S,
                 keys.JOB_TTL_S,
@@ -164,6 +165,6 @@ class FrameWriter:
                 spec.id,
                 *collecting_arguments(spec),
                 commit.last[0].position if commit.last else 0,
-                *recording_arguments(spec, self._replay_share),
+                *recorded.arguments,
             ],
         )
