@@ -2,7 +2,7 @@
 
 `loader.py` first, with its settings (`config.py`). `batching.py` says which models run in a batch, `mended.py` and
 `padded.py` help some to do so, `borrowed.py` has models of mlx-vlm; `sites.py` says where a model can be adapted,
-`pooling.py` makes embeddings, `draft.py` says which other model may draft for it. `step/` is the
+`routing.py` which experts a token goes to, `pooling.py` makes embeddings, `draft.py` says which other model may draft for it. `step/` is the
 decode step of some families with few operations, `joined.py` makes one product of several. Among several ranks
 `sharding.py` cuts out a rank's part of each layer, on which `learning.py` lets LoRA learn, and `pipeline.py` a rank's
 layers; `chain.py` says where. Back ends: `device.py` says which one computes,
