@@ -124,8 +124,10 @@ async def _over_http(api: HttpApi, settings: TrainSettings, mine: LoadedModel | 
             source = HttpSource(api, held.model, settings.run_name, settings.group_deadline_s)
             sink = HttpSink(api, settings.adapter, held.model)
             codec = TextCodec(mine.tokenizer)
-            asked = HttpQueue(api, held.model).is_asked
-            ring = TrainerRing(mine.card.base_sha256, codec, source, sink, board, mailbox, id=held.ring, asked=asked)
+            queue = HttpQueue(api, held.model)
+            ring = TrainerRing(
+                mine.card.base_sha256, codec, source, sink, board, mailbox, id=held.ring, asked=queue.is_asked
+            )
             async with _in_federation(ring, settings, settings.sync_redis) as ring:
                 yield ring
 
