@@ -280,5 +280,5 @@ class MessagesRequest(DrawFields, PromptedFields):
     def _fields(self, template: str) -> dict[str, Any]:
         same = self.model_dump(mode="json", by_alias=True, exclude_unset=True, include=_SAME)
         chat = {**same, **super()._fields(template), "max_tokens": max(1, self.max_tokens)}
-        chat |= {"user": self.session or None} if self.metadata else {}
+        chat.setdefault("user", self.session or None)
         return {**chat, "stop": self.stop_sequences, "include_reasoning": self.shows_thinking}
