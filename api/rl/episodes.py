@@ -15,10 +15,10 @@ from api.callers.caller import asker
 from api.callers.fair_pool import aside
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
-from api.ring.choosing import from_each
-from api.ring.ring import Ring, TheRing
-from shared.episodes import JoinedTurn, joined
-from shared.errors import InvalidRequestError, NotFoundError
+from api.ring.ring import TheRing
+from api.ring.stored_sessions import check_stored, turns_of
+from shared.episodes import JoinedTurn
+from shared.errors import NotFoundError
 from shared.redis.kept.answer_store import StoredAnswer, answers_of, live_of
 from shared.redis.kept.episode_store import episodes_of
 
@@ -96,25 +96,6 @@ async def delete(session_id: SessionId, ring: TheRing) -> Response:
         await there.answers.forget(answers_of(asker().tenant), each.turn.name)
     await there.episodes.forget(episodes_of(asker().tenant), session_id)
     return json_reply({"object": "session.deleted", "id": session_id, "turns": len(turns), "deleted": True})
-
-
-async def turns_of(ring: Ring, tenant: str, session_id: str) -> tuple[Ring, list[JoinedTurn]]:
-    """The turns of a tenant's session, and the ring that has it; NotFoundError when there is none."""
-    keeper = episodes_of(tenant)
-    for there, turns in await from_each(ring, lambda each: each.episodes.turns(keeper, session_id)):
-        if turns:
-            return there, await aside(joined, turns)
-    raise NotFoundError(
-        f"there is no session {session_id[:160]!r}: it is not this tenant's, none of its answers is stored, or its "
-        "time is over",
-        param="session_id",
-    )
-
-
-def check_stored(ring: Ring) -> None:
-    """InvalidRequestError when this server stores no answers, and so no sessions."""
-    if not ring.settings.feedback_ttl_s:
-        raise InvalidRequestError("this server stores no answers, and so no sessions (--feedback-ttl-days)")
 
 
 def _shown(each: JoinedTurn, answer: StoredAnswer | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from api.ops.dashboard.samples import (
 from api.ops.dashboard.session import keys_of, may_look
 from api.ops.snapshot import TheSnapshots
 from api.ring.ring import Ring, ring_of
-from api.rl.episodes import turns_of
+from api.ring.stored_sessions import turns_of
 from shared.redis.kept.episode_store import episodes_of
 
 router = APIRouter(prefix="/dashboard", route_class=DashboardRoute, dependencies=[Depends(may_look)])
