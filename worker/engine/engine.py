@@ -84,9 +84,9 @@ class Engine:
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
         drafts = draft_batch(loaded, config, chunk)
         self.drafting = Drafting(config.speculation, new_kv, drafts, context=loaded.card.context_length)
-        may_share = loaded.kv.shares and self._model.stages == 1
+        form = loaded.kv.shares if self._model.stages == 1 else None
         layer_bytes = self._limits.shared_bytes(1) // max(1, sum(kind_of(leaf).is_cut for leaf in leaves(new_kv)))
-        self._shared = SharedPrompts(config.share_prompts if may_share else "off", layer_bytes)
+        self._shared = SharedPrompts(config.share_prompts, layer_bytes, form)
         self._batch = batch_of(self._model, config, pieces, self._keeping, self._shared, self.drafting)
         self._lane = PrefillLane(self._model, self.prefixes, self._keeping, at_once, pieces)
         self._followers = Followers(self.prefixes, self._model.adapters)
