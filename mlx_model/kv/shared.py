@@ -298,7 +298,6 @@ def _mean(own: mx.array, own_lse: mx.array, other: mx.array, other_lse: mx.array
     return own + share * (other - own)
 
 
-@fused
 def _with_sinks(own: mx.array, own_lse: mx.array, sinks: mx.array) -> Pair:
     """The same part with one more position for each head, of this score and without a value."""
     return own * mx.sigmoid(own_lse - sinks)[..., None], mx.logaddexp(own_lse, sinks)
@@ -316,7 +315,7 @@ def install() -> None:
             return cast(mx.array, v.linear(k.read.attended(k.linear(q), scale, mask, sinks)))
         return fused_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
-    mx.fast.scaled_dot_product_attention = attention
+    mx.fast.scaled_dot_product_attention = attention  # type: ignore[assignment]
     for layer in (MultiLinear, QuantizedMultiLinear):
         layer.__call__ = _turning(layer.__call__)
 

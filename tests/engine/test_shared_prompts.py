@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,33 @@ def test_prompts_come_one_by_one_where_copies_do_not_fit(llama: LoadedModel) -> 
     bench.run()
     assert {rows for rows, width in shapes if width > 1} == {1}
     assert all(bench.finish(each.id).reason == "length" for each in specs)
+
+
+def has(prompt: Sequence[int], piece: Sequence[int]) -> bool:
+    return any(prompt[at : at + len(piece)] == piece for at in range(len(prompt)))
+
+
+def test_one_prompt_of_each_class_is_on_its_way_where_copies_do_not_fit(llama: LoadedModel) -> None:
+    """Groups come through the lane, rows alone through the batch, and both have both classes."""
+    loaded = replace(llama, kv_limit_bytes=6000 * llama.card.kv_bytes_per_token)
+    bench = bench_of(loaded, max_rows=64, prefill_rows=16, prefill_chunk=16, prefix_cache_bytes=0)
+    specs: list[SequenceSpec] = []
+    for at, of in enumerate(("interactive", "batch") * 2):
+        rows = [
+            *group(f"g{at}", prompt_of(160, at), 6, max_tokens=150),
+            spec(f"alone{at}", prompt_of(150, 9 + at), max_tokens=150),
+        ]
+        specs += [structs.replace(each, sequence_class=of) for each in rows]
+    spy = SpiedModel.inside(bench)
+    fed: list[Sequence[int]] = []
+    spy.fails = lambda ids_BL: bool(fed.extend(ids_BL.tolist()))  # type: ignore[func-returns-value]
+    bench.submit(*specs)
+    bench.until(lambda: all(bench.tokens(each.id) for each in specs))
+    for of in ("interactive", "batch"):
+        prompts = {each.prompt_ids for each in specs if each.sequence_class == of}
+        pieces = [tuple(ids) for ids in fed if len(ids) > 4]
+        order = [prompt for piece in pieces for prompt in prompts if has(prompt, piece)]
+        assert len([prompt for prompt, _ in groupby(order)]) == len(prompts), "one is fed to its end before the next"
 
 
 def test_a_batch_takes_the_form_that_pays_and_leaves_it(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
