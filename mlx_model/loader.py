@@ -334,7 +334,7 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
         check_tokenizer(bundle, its_bundle)
         check_batch(model, config.max_rows)
         kv = KvLayout()
-        (kv_bytes, _), _, vocab, _ = _measure(model, kv)
+        (kv_bytes, *_), _, vocab, _ = _measure(model, kv)
         short = name.rstrip("/").rsplit("/", 1)[-1]
         draft = DraftModel(short, model, vocab, _context_length(its_config, None), kv_bytes, kv)
         draft.check()
