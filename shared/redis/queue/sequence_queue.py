@@ -321,6 +321,11 @@ class SequenceQueue:
             for kind in CLASSES
         }
 
+    async def is_asked(self) -> bool:
+        """True if an interactive sequence waits or runs."""
+        depth = (await self.depth())["interactive"]
+        return bool(depth.waiting or depth.leased)
+
     async def unclaimed(self) -> dict[SequenceClass, int]:
         """Size of each class's backlog; the cost does not depend on the number of sequences."""
         places = ("", keys.HANDED_BACK, keys.SUSPECTS)
