@@ -206,6 +206,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     heads: dict[str, HeadSpec] = {}  # of its own
     shows_states: bool = True  # hidden states; False: it is known that it shows none
     vision: VisionSpec | None = None  # what it does with images; None: it takes none
+    kv_state_bytes: int = 0  # of a row's recurrent states, which take as much at any length
 
     @property
     def head_inputs(self) -> int | None:
