@@ -161,7 +161,7 @@ def decode_events(data: bytes) -> list[TokenEvent]:
 def _check(events: list[TokenEvent]) -> None:
     """Check relations between fields that a decoder does not see; UnreadableMessageError."""
     for event in events:
-        uneven = bool(event.routes) and (not event.tokens or len(event.routes) % len(event.tokens))
+        uneven = event.routes is not None and len(event.routes) % max(1, len(event.tokens)) > 0
         if len(event.tokens) != len(event.logprobs) or uneven or event.position < 0 or event.attempt < 1:
             raise UnreadableMessageError(f"an impossible event of sequence {event.seq!r} at {event.position}")
 

@@ -220,7 +220,7 @@ class Draw:
         if self._routes is None:
             assert self.routes_BW is not None, "no row has asked for routes"
             self._routes = np.array(self.routes_BW)
-        return self._routes[index].tobytes()
+        return bytes(self._routes[index].tobytes())
 
     def top_logprobs(self, index: int, count: int) -> TokenLogprobs:
         """The `count` most likely tokens of row `index`, best first; or those that it names itself."""
