@@ -24,6 +24,7 @@ from shared.process.lifeline import VARIABLE, follow_parent
 from shared.process.logs import configure
 from shared.process.open_files import many_files
 from shared.process.settings import load
+from shared.process.start_reports import report
 from shared.process.worker_settings import WorkerSettings
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         code = _work(settings, placed)
     except (SetupError, ServiceUnavailableError) as error:
         print(f"mlx_parallm_worker: {error}", file=sys.stderr)
+        report(why=str(error))
         code = 2 if isinstance(error, SetupError) else 1  # 1: it may pass, so that a supervisor tries again
         if placed is None:
             return code

@@ -1,0 +1,30 @@
+"""What a starting process says to the one that has started it: how far it is, that it is ready, or why it cannot be.
+
+Lines of JSON through a pipe, whose number the parent passes in the environment; without one nothing is said. A parent
+that has gone is no trouble: its child learns of that elsewhere (lifeline.py).
+"""
+
+import contextlib
+import os
+
+import msgspec
+
+VARIABLE = "PARALLM_START_REPORTS"  # the number of a descriptor
+
+
+class StartReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line: of `worker` and `why` at most one is there, and then it is the last line."""
+
+    progress: float = 0.0  # of reading weights, 0 to 1
+    worker: str = ""  # id of a worker that is ready
+    why: str = ""  # it cannot start, for people
+
+
+def report(*, progress: float = 0.0, worker: str = "", why: str = "") -> None:
+    """Say something to the parent, if it listens."""
+    number = os.environ.get(VARIABLE, "")
+    if not number.isdigit():
+        return
+    line = msgspec.json.encode(StartReport(round(progress, 3), worker, why)) + b"\n"
+    with contextlib.suppress(OSError):
+        os.write(int(number), line)
