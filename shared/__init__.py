@@ -12,6 +12,7 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     splits.py        an adapter's requests over several versions: shares and the verdict
     heads.py         small networks on hidden states
     training.py      what a trainer tells, is asked and answers
+    catalogue.py     models that a ring may serve, and the hosts that load them
     ranks.py         the processes that hold one model together
     learners.py      what is asked of a learner of the training service, and its answers
     errors.py        every error, with its HTTP status

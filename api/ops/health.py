@@ -117,6 +117,16 @@ class TrainerHealth(BaseModel):
     machine: MachineHealth
 
 
+class ServiceHealth(BaseModel):
+    """A training service that lives (`mlx_parallm_learners`), as it has reported itself; one for each model."""
+
+    id: str
+    model: str
+    learners: int = Field(description="in its memory")
+    max_learners: int
+    machine: MachineHealth
+
+
 class ModelHealth(BaseModel):
     """Queue and workers of one model."""
 
@@ -155,6 +165,7 @@ class RingHealth(BaseModel):
     utilization: Utilization
     workers: list[WorkerHealth]
     trainers: list[TrainerHealth]
+    training_services: list[ServiceHealth]
     models: dict[str, ModelHealth]
 
 
@@ -195,6 +206,7 @@ async def _report(ring: Ring) -> RingHealth:
         utilization=Utilization(queue=0, requests=round(ring.load.utilization, 4), memory=0),
         workers=[],
         trainers=[],
+        training_services=[],
         models={},
     )
     try:
@@ -260,6 +272,11 @@ async def _look(ring: Ring, report: RingHealth) -> None:
     trainers = await live_trainers(ring.redis, time.time_ns() // 1_000_000)
     report.trainers = [TrainerHealth.model_validate(to_builtins(trainer)) for trainer in trainers]
     report.reasons += [note for each in trainers for note in _troubles(f"the trainer of policy '{each.policy}'", each)]
+    services = await ring.learners.services(sorted(await ring.registry.names()))
+    report.training_services = [ServiceHealth.model_validate(to_builtins(service)) for service in services]
+    report.reasons += [
+        f"the training service of '{each.model}': {trouble}" for each in services for trouble in each.machine.troubles
+    ]
     report.model_loaded = any(worker.state in SERVING for worker in report.workers)
     report.reasons += [trouble.message for trouble in await ChildTroubles(ring.redis).read()]
     order = await PauseSwitch(ring.redis).current()
