@@ -147,7 +147,13 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
 
 
 def _card(
-    config: EngineConfig, sha256: str, read: _ReadModel, kv: KvLayout, ranks: Ranks | None = None, *, computes: bool = True
+    config: EngineConfig,
+    sha256: str,
+    read: _ReadModel,
+    kv: KvLayout,
+    ranks: Ranks | None = None,
+    *,
+    computes: bool = True,
 ) -> ModelCard:
     """`computes`: see `_measure`."""
     model, bundle, model_config, heads, tower, whole = read

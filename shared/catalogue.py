@@ -94,6 +94,13 @@ class HeldModel(msgspec.Struct, frozen=True, omit_defaults=True):
     why: str = ""  # it failed, for people
 
 
+class PastModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model that a host has held: its files, and perhaps KV and adapters of it, are near to this machine."""
+
+    load_s: float = 0.0  # measured at its last load here
+    left_ms: int = 0  # Unix time at which the host let it go; 0: it holds it
+
+
 class HostStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """One heartbeat of a host."""
 
@@ -109,6 +116,7 @@ class HostStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     offers: dict[str, int] = {}
     held: tuple[HeldModel, ...] = ()
     draining: bool = False  # it is about to end, and loads nothing
+    past: dict[str, PastModel] = {}  # by model
 
     def holds(self, model: str) -> HeldModel | None:
         """A model in any state; None for one that it neither holds nor loads."""

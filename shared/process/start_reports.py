@@ -22,9 +22,12 @@ class StartReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def report(*, progress: float = 0.0, worker: str = "", why: str = "") -> None:
     """Say something to the parent, if it listens."""
-    number = os.environ.get(VARIABLE, "")
-    if not number.isdigit():
-        return
-    line = msgspec.json.encode(StartReport(round(progress, 3), worker, why)) + b"\n"
+    write(msgspec.json.encode(StartReport(round(progress, 3), worker, why)))
+
+
+def write(message: bytes) -> None:
+    """Write a message of one line to the parent, if it listens."""
+    number, line = os.environ.get(VARIABLE, ""), message + b"\n"
     with contextlib.suppress(OSError):
-        os.write(int(number), line)
+        while number.isdigit() and line:
+            line = line[os.write(int(number), line) :]
