@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -28,6 +30,7 @@ from mlx_model.collectives.ranks import Ranks, one_after_another, ranks_of
 from mlx_model.config import DraftKv, EngineConfig, check_settings
 from mlx_model.device import on_cpu, on_cuda
 from mlx_model.draft import DraftModel, check_tokenizer
+from mlx_model.fast_blas import cache_folder
 from mlx_model.heads.classifier import Classifier, is_classifier
 from mlx_model.heads.head import Heads
 from mlx_model.kv.cuda import attention as cuda_attention
@@ -60,6 +63,7 @@ log = logging.getLogger(__name__)
 
 _LEAST_TOKENS = 64  # of KV, without which a worker answers nobody
 _FEW_ROWS = 4
+_LARGE_FILE = 64 << 20  # bytes of a file that is not read again for its hash
 _PIECE_BYTES = 64 << 20  # of weights that are evaluated at once
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 4096
@@ -155,7 +159,7 @@ def _card(
     *,
     computes: bool = True,
 ) -> ModelCard:
-    """`computes`: see `_measure`."""
+    """The card of a model that was read; `computes` as in `_measure`."""
     model, bundle, model_config, heads, tower, whole = read
     (kv_bytes, unshared), kv_window, vocab, dtype = _measure(model, kv, computes=computes)
     if ranks is not None:
@@ -550,5 +554,30 @@ def _file_sha256(file: Path) -> str:
     stored = file.resolve().name
     if file.is_symlink() and _SHA256.fullmatch(stored):
         return stored
+    if file.stat().st_size < _LARGE_FILE:
+        return _digest(file)
+    return _remembered(file)
+
+
+def _remembered(file: Path) -> str:
+    """Hash of a large file, which is read once: until it changes, its hash is in our cache folder."""
+    real = file.resolve()
+    stat = real.stat()
+    state = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+    note = cache_folder() / "weights" / hashlib.sha256(os.fsencode(real)).hexdigest()[:32]
+    with contextlib.suppress(OSError, ValueError):
+        before, _, sha256 = note.read_text().strip().rpartition(" ")
+        if before == state and _SHA256.fullmatch(sha256):
+            return sha256
+    sha256 = _digest(file)
+    with contextlib.suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        new = note.with_name(f"{note.name}.{os.getpid()}")
+        new.write_text(f"{state} {sha256}\n")
+        new.replace(note)
+    return sha256
+
+
+def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -231,6 +231,8 @@ class WorkerProcess:
                 with contextlib.suppress(RedisError, OSError):
                     async with asyncio.timeout(LAST_WORDS_S):
                         await self._beat()
+                if not self._settings.drain_batch:
+                    await farewell.hand_back_batch()
                 await farewell.finish_rows(
                     self._settings.drain_grace_s, lambda: self._death is not None or self._pause.frozen
                 )

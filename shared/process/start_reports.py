@@ -1,4 +1,4 @@
-"""What a starting process says to the one that has started it: how far it is, that it is ready, or why it cannot be.
+"""A starting process reports to the one that has started it: how far it is, that it is ready, or why it cannot be.
 
 Lines of JSON through a pipe, whose number the parent passes in the environment; without one nothing is said. A parent
 that has gone is no trouble: its child learns of that elsewhere (lifeline.py).

@@ -190,6 +190,11 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings, HostSettings)
         default=3000, ge=200, description="time after which a dead worker's sequences move to other workers"
     )
     drain_grace_s: float = Field(default=30, ge=0, description="on SIGTERM: time for running rows to finish")
+    drain_batch: bool = Field(
+        default=True,
+        description="on SIGTERM: batch rows, too, get that time; else they go back to the queue at once, as where a "
+        "model makes room for another one",
+    )
     engine_stall_s: float = Field(
         default=120,
         gt=0,

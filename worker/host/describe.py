@@ -1,4 +1,4 @@
-"""What a host has to know of a model before it loads it, found by its spare (`spare.py`): the host has no MLX."""
+"""A model as its host has to know it before it is loaded; its spare (`spare.py`) finds this: the host has no MLX."""
 
 import os
 

@@ -111,8 +111,9 @@ class HostProcess:
         loops: list[asyncio.Task[None]] = []
         try:
             await self._describe(self._given)
-            if wrong := [said for _, said in self._described.values() if isinstance(said, str)]:
-                raise SetupError("; ".join(wrong))
+            for entry, said in self._described.values():
+                if isinstance(said, str):
+                    raise SetupError(f"--model {entry.source}: {said}")
             first = asyncio.create_task(until_taken("host", self._join))
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait({first, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -343,6 +344,7 @@ class HostProcess:
         self, held: Held, entry: CatalogueEntry, needs: dict[str, int], leaving: "list[asyncio.Task[None]]"
     ) -> str:
         """Fetch and load a model, once what it takes the memory of has gone; why it cannot be, "" if it is ready."""
+        began = time.monotonic()
         if leaving:
             await asyncio.wait(leaving)
         known = self._known(held.name)
@@ -352,8 +354,7 @@ class HostProcess:
             assert held.child is not None
             if why := await self._fetch(held, entry, held.child):
                 return why
-            needs = {**needs, held.name: held.need_bytes}
-        began = time.monotonic()
+            needs, began = {**needs, held.name: held.need_bytes}, time.monotonic()
         held.worker = f"{self.id}-{short_name(held.name)}-{uuid.uuid4().hex[:4]}"
         limit = limit_of(held.name, needs, self._room_bytes, self._settings.max_loaded_models)
         settings = self._settings_of(entry) | {
@@ -417,7 +418,7 @@ class HostProcess:
 
     def _settings_of(self, entry: CatalogueEntry) -> dict[str, str]:
         """A worker's settings for one model, as variables."""
-        host = {"models": [], "from_catalogue": False, "max_loaded_models": 0, "dry_run": False}
+        host = {"models": [], "from_catalogue": False, "max_loaded_models": 0, "dry_run": False, "drain_batch": False}
         own = {"model": entry.source, "served_model_name": entry.name}
         variables = self._settings.model_copy(update=host | own).environment()
         options = {f"PARALLM_{flag.replace('-', '_').upper()}": value for flag, value in entry.options.items()}

@@ -21,6 +21,7 @@ from worker.host.describe import Answer
 
 log = structlog.get_logger()
 
+COMMAND = ("-m", "worker")
 LONGEST_LINE = 256 << 20  # bytes: tokenizers have tens of megabytes
 LAST_REPORTS_S = 1.0  # a worker that has ended: its grandchildren may hold the pipe
 
@@ -40,8 +41,7 @@ class WorkerChild:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-m",
-                "worker",
+                *COMMAND,
                 stdin=asyncio.subprocess.PIPE,
                 env={
                     **os.environ,
