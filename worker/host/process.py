@@ -98,7 +98,7 @@ class HostProcess:
         self._draining = False
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()  # a heartbeat is due
-        self._beating = asyncio.Lock()
+        self._telling = asyncio.Lock()  # between Redis and what we know of it nothing is half done
 
     def stop(self) -> None:
         """Begin to end; safe in a signal handler of the loop."""
@@ -242,24 +242,28 @@ class HostProcess:
     async def _look_forever(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            models = await self._store.read()
+            async with self._telling:
+                models = await self._store.read()
+                # A Redis without our heartbeat has lost the catalogue, too, until the next one.
+                if not self._draining and any(host.id == self.id for host in models.hosts):
+                    await self._follow(models)
             await self._look_at_new(models)
-            if self._draining:
-                continue
-            hosts = [host for host in models.hosts if host.id != self.id]
-            mine = self._status(models)
-            models = msgspec.structs.replace(models, hosts=tuple(sorted([*hosts, mine], key=lambda host: host.id)))
-            demand = await self._store.demand(models)
-            for action in decide(models, demand, self.id, self._rules):
-                if isinstance(action, Load):
-                    await self._load(action, models)
-                else:
-                    self._unload(action)
-            for name, asked in demand.items():
-                held = self._held.get(name)
-                if held is not None and (any(asked.waiting.values()) or any(asked.running.values())):
-                    held.used_ms = now_ms()
-            await self._settle_orders(models)
+
+    async def _follow(self, models: RingModels) -> None:
+        """Do what is this host's part of the plan."""
+        hosts = [host for host in models.hosts if host.id != self.id] + [self._status(models)]
+        models = msgspec.structs.replace(models, hosts=tuple(sorted(hosts, key=lambda host: host.id)))
+        demand = await self._store.demand(models)
+        for action in decide(models, demand, self.id, self._rules):
+            if isinstance(action, Load):
+                await self._load(action, models)
+            else:
+                self._unload(action)
+        for name, asked in demand.items():
+            held = self._held.get(name)
+            if held is not None and (any(asked.waiting.values()) or any(asked.running.values())):
+                held.used_ms = now_ms()
+        await self._settle_orders(models)
 
     async def _settle_orders(self, models: RingModels) -> None:
         """Take orders off the list that have been carried out, or cannot be."""
@@ -461,7 +465,7 @@ class HostProcess:
             await self._beat()
 
     async def _beat(self) -> None:
-        async with self._beating:
+        async with self._telling:
             models = await self._store.read()
             pids = [held.child.pid for held in self._held.values() if held.child is not None and held.child.runs]
             device = next((known.device for name in self._described if (known := self._known(name))), None)
@@ -469,9 +473,9 @@ class HostProcess:
                 limit = self._settings.memory_limit_bytes
                 self._room_bytes = await asyncio.to_thread(machine_room, device, limit, pids)
             beat = await self._store.beat(self._status(models))
-        if not beat.has_catalogue:
-            for entry, _ in list(self._described.values()):
-                await self._offer(entry)
+            if not beat.has_catalogue:
+                for entry, _ in list(self._described.values()):
+                    await self._offer(entry)
         for name in beat.lost:
             held = self._held.get(name)
             if held is not None and held.state == "loading" and held.child is not None:
