@@ -34,7 +34,7 @@ from mlx_model.fast_blas import cache_folder
 from mlx_model.heads.classifier import Classifier, is_classifier
 from mlx_model.heads.head import Heads
 from mlx_model.kv.cuda import attention as cuda_attention
-from mlx_model.kv.kinds import kind_of, leaves, window_of
+from mlx_model.kv.kinds import kind_of, leaves, states, window_of
 from mlx_model.kv.layout import KvLayout, check_asked, layout_asked, layout_of
 from mlx_model.mended import mend
 from mlx_model.pipeline import cut
@@ -161,9 +161,9 @@ def _card(
 ) -> ModelCard:
     """The card of a model that was read; `computes` as in `_measure`."""
     model, bundle, model_config, heads, tower, whole = read
-    (kv_bytes, unshared), kv_window, vocab, dtype = _measure(model, kv, computes=computes)
+    (kv_bytes, unshared, state), kv_window, vocab, dtype = _measure(model, kv, computes=computes)
     if ranks is not None:
-        kv_bytes, unshared = ranks.largest(kv_bytes), ranks.largest(unshared)
+        kv_bytes, unshared, state = (ranks.largest(each) for each in (kv_bytes, unshared, state))
     states = hidden_size(model)
     return ModelCard(
         name=config.served_name or short_name(config.model),
@@ -175,6 +175,7 @@ def _card(
         kv_bytes_per_token=kv_bytes,
         kv_window=kv_window,
         kv_unshared_bytes=unshared,
+        kv_state_bytes=state,
         dtype=dtype,
         quantization=_quantization(model_config),
         kv=kv.name,
@@ -422,7 +423,7 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
         check_tokenizer(bundle, its_bundle)
         check_batch(model, config.max_rows)
         kv = KvLayout()
-        (kv_bytes, _), _, vocab, _ = _measure(model, kv)
+        (kv_bytes, *_), _, vocab, _ = _measure(model, kv)
         short = name.rstrip("/").rsplit("/", 1)[-1]
         draft = DraftModel(short, model, vocab, _context_length(its_config, None), kv_bytes, kv)
         draft.check()
@@ -459,11 +460,11 @@ def _set_dtype(model: Any, dtype: str | None) -> None:
     model.set_dtype(_DTYPES[dtype])
 
 
-def _measure(model: Any, kv: KvLayout, *, computes: bool = True) -> tuple[tuple[int, int], int, int, str]:
+def _measure(model: Any, kv: KvLayout, *, computes: bool = True) -> tuple[tuple[int, int, int], int, int, str]:
     """KV bytes per position, how many a row holds, vocabulary size and activation dtype, by a forward of one token.
 
-    The second number of bytes is that of leaves whose KV rows never share. Unless it `computes`, the forward is not
-    evaluated: its shapes are known without that.
+    The second number of bytes is that of leaves whose KV rows never share, the third that of a row's recurrent states.
+    Unless it `computes`, the forward is not evaluated: its shapes are known without that.
     """
     caches = kv.new(model)
     logits_1LV = model(mx.zeros((1, 1), mx.int32), cache=caches)
@@ -473,7 +474,8 @@ def _measure(model: Any, kv: KvLayout, *, computes: bool = True) -> tuple[tuple[
     per_token = max(1, sum(nbytes for nbytes, _ in each))
     unshared = sum(nbytes for nbytes, is_cut in each if not is_cut)
     dtype = str(logits_1LV.dtype).removeprefix("mlx.core.")
-    return (per_token, unshared), window_of(caches), logits_1LV.shape[-1], dtype
+    state = sum(array.nbytes for arrays in states(caches) for array in arrays if array is not None)
+    return (per_token, unshared, state), window_of(caches), logits_1LV.shape[-1], dtype
 
 
 def _bytes_per_position(cache: Any) -> int:

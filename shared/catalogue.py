@@ -7,7 +7,7 @@ load this model, unload it · **demand** what waits for a model in its queue.
 Who fills what: an operator (`mlx_parallm models add`) or a host that was given the model (`--model`) writes the
 `CatalogueEntry`; a host that has looked at the files fills in its figures, and writes a `HostStatus` with every
 heartbeat; `shared/redis/processes/catalogue.py` stores all of it and counts a `ModelDemand` from the queue. Which host
-loads what is decided from exactly these.
+loads what is decided from exactly these (worker/host/placement.py).
 """
 
 import re
