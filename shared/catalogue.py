@@ -53,7 +53,7 @@ class CatalogueEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name, then its aliases."""
+        """All its names: first its own, then its aliases."""
         return (self.name, *self.aliases)
 
     def checked(self) -> "CatalogueEntry":
@@ -126,7 +126,7 @@ class HostStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelOrder(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an operator asks for; a host that has done it takes it off the list."""
+    """A load or an unload that an operator asks for; a host that has done it takes it off the list."""
 
     id: str
     kind: OrderKind
@@ -136,7 +136,7 @@ class ModelOrder(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelDemand(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What waits for one model of the catalogue, and runs on it."""
+    """Sequences that wait for one model of the catalogue, or run on it."""
 
     name: str
     # Sequences that no worker has, without those whose deadline has passed; with those whose worker has died

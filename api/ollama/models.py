@@ -68,7 +68,7 @@ async def tags(ring: TheRing) -> Response:
 
 @router.get("/api/ps", summary="List running models (Ollama)", responses=error_responses(ok="Models and adapters"))
 async def running(ring: TheRing) -> Response:
-    """Of these, the ones that a worker serves now."""
+    """The models and adapters that a worker serves now."""
     until = rfc3339((datetime.now(UTC) + STAYS).timestamp())
     shown = [
         {

@@ -33,13 +33,14 @@ class ModelPlace(BaseModel):
     id: str = Field(description="of the host, as `POST /v1/models/load` takes it")
     state: str = Field(description="downloading, loading, ready, unloading or failed")
     progress: float = Field(description="of a download or a load, from 0 to 1")
+    since_ms: int = Field(description="Unix time at which the state began")
     need_bytes: int = Field(description="memory that it takes there")
     load_s: float = Field(description="measured duration of its load; 0: not measured")
     why: str = Field(description="it has failed; empty otherwise")
 
 
 class CatalogueFacts(BaseModel):
-    """What the catalogue says of a model."""
+    """Facts of the catalogue about a model."""
 
     source: str = Field(description="as a worker's --model takes it")
     aliases: list[str]
@@ -259,7 +260,7 @@ def _facts(models: RingModels, entry: CatalogueEntry) -> CatalogueFacts | None:
     )
 
 
-_OF_A_PLACE = ("state", "progress", "need_bytes", "load_s", "why")
+_OF_A_PLACE = ("state", "progress", "since_ms", "need_bytes", "load_s", "why")
 
 
 def _described(ring: Ring, card: ModelCard) -> Model:

@@ -4,7 +4,7 @@ GET /v1/models shows the result (`api/openai/models.py`).
 """
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from fastapi import Path as PathParameter
@@ -82,11 +82,12 @@ async def change_model(name: Name, body: ModelChange, ring: TheRing) -> Model:
     return await _shown(ring, entry.name)
 
 
-@router.delete("/v1/models/{name:path}", summary="Remove a model", status_code=204, responses=error_responses(404))
-async def remove_model(name: Name, ring: TheRing) -> None:
-    """Its hosts finish what runs and unload it; its files stay."""
-    if not await ring.catalogue.remove((await _entry(ring, name)).name):
-        raise UnknownModelError(f"model '{name}' is not in the catalogue", param="model")
+@router.delete("/v1/models/{name:path}", summary="Remove a model", responses=error_responses(404))
+async def remove_model(name: Name, ring: TheRing) -> dict[str, Any]:
+    """Hosts that hold it finish what runs and unload it; its files stay."""
+    entry = await _entry(ring, name)
+    await ring.catalogue.remove(entry.name)
+    return {"id": entry.name, "object": "model", "deleted": True}
 
 
 @router.post("/v1/models/load", summary="Load a model", status_code=202, responses=error_responses(400, 404, 503))

@@ -80,7 +80,7 @@ def progress_of(models: RingModels, name: str) -> float:
 
 
 def waiting_for(models: RingModels, entry: CatalogueEntry) -> str:
-    """What a request for the model waits for, in a few words."""
+    """Words that say what a request for the model waits for."""
     state = state_of(models, entry)
     if state in _COMES:
         return f"{state} {progress_of(models, entry.name):.0%}"

@@ -377,7 +377,7 @@ class Ring:
             raise _cannot_load(entry.name, why_not)
 
     async def waiting_for(self, model: str) -> str:
-        """What sequences of a model wait for that no worker serves now: "loading 43%"; "" for one that a worker serves,
+        """The reason why sequences of a model wait that no worker serves now: "loading 43%"; "" for one that is served,
         or that is not in the catalogue. ServiceUnavailableError when a host has failed to load it, or none can."""
         await self.live_models()
         entry = self.models.entries.get(model)

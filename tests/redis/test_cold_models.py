@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 from redis.asyncio import Redis
 
 from shared.catalogue import CatalogueEntry, HeldModel, HeldState, HostStatus
@@ -39,21 +40,25 @@ class Host:
 
     async def offers(self, need: int = GIB, memory: int = 8 * GIB, *, card: bool = True) -> None:
         """It has looked at the model's files and holds nothing."""
-        self._facts = {"memory_bytes": memory, "offers": {MODEL: need}}
+        self._status = HostStatus("h1", "mini", 1, 1, memory_bytes=memory, offers={MODEL: need})
         await self.store.offer(ENTRY)
         if card:
             await WorkerRegistry(self._redis).register_model(scripted_worker.CARD, bundle())
-        await self.store.beat(HostStatus("h1", "mini", 1, 1, **self._facts))
+        await self.store.beat(self._status)
 
     async def holds(self, state: HeldState, progress: float = 0.0, why: str = "") -> None:
         """It has begun to load the model, and is so far."""
         held = HeldModel(MODEL, state, progress, need_bytes=GIB, why=why)
-        await self.store.beat(HostStatus("h1", "mini", 1, 1, held=(held,), **self._facts))
+        await self.store.beat(structs.replace(self._status, held=(held,)))
 
-    async def waiting(self) -> int:
-        """Sequences that wait for the model."""
-        demand = (await self.store.demand(await self.store.read())).get(MODEL)
-        return 0 if demand is None else demand.waits("interactive")
+    async def wait_for(self, waiting: int) -> None:
+        """Return once so many sequences wait for the model."""
+
+        async def so_many() -> bool:
+            demand = await self.store.demand(await self.store.read())
+            return demand[MODEL].waits("interactive") == waiting
+
+        await wait_until(so_many)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +85,7 @@ def error_of(answer: httpx.Response) -> tuple[int, str]:
 async def test_a_request_for_a_cold_model_waits_until_it_is_loaded(host: Host, server: Api, redis_url: str) -> None:
     await host.offers()
     asked = asyncio.create_task(server.post("/v1/chat/completions", {**CHAT, "model": "other-name"}))
-    await wait_until(host.waiting)
+    await host.wait_for(1)
     await host.holds("loading", 0.5)
     async with working(redis_url, script):
         answer = await asked
@@ -107,7 +112,7 @@ async def test_a_stream_says_how_far_the_load_is(
     said = ""
     async with asyncio.timeout(HANG_S), server.http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200, await response.aread()
-        await wait_until(host.waiting)
+        await host.wait_for(1)
         await host.holds("downloading", 0.2)
         if path != "/api/chat":  # lines of JSON, which have no comments
             lines = response.aiter_lines()
@@ -126,18 +131,14 @@ async def test_a_load_that_fails_ends_those_that_wait_with_the_reason(host: Host
     whole = asyncio.create_task(server.post("/v1/chat/completions", CHAT))
     stream = asyncio.create_task(server.post("/v1/chat/completions", {**CHAT, "stream": True}))
     other = asyncio.create_task(server.post("/v1/messages", {**CHAT, "max_tokens": 9}))
-
-    async def all_wait() -> bool:
-        return await host.waiting() == 3
-
-    await wait_until(all_wait)
+    await host.wait_for(3)
     await host.holds("failed", why="no space left on device")
     why = "model 'scripted' is not loaded, and no host can load it: on mini loading failed: no space left on device"
     assert error_of(await whole) == (503, why) and (await whole).headers["retry-after"] == "30"
     assert why in (await stream).text and (await stream).text.rstrip().endswith("data: [DONE]")
     assert error_of(await other) == (529, why)
     assert error_of(await server.post("/v1/chat/completions", CHAT)) == (503, why), "and those that come now"
-    assert await host.waiting() == 0, "nothing is left in the queue that would have the model loaded again"
+    await host.wait_for(0)  # nothing is left in the queue that would have the model loaded again
 
 
 async def test_a_model_that_no_machine_can_hold_is_refused_with_the_numbers(host: Host, server: Api) -> None:
@@ -181,11 +182,7 @@ async def test_a_deadline_ends_the_wait_for_a_cold_model(
     await host.holds("loading")
     answer = await server.post("/v1/chat/completions", {**CHAT, "deadline_s": 0.2})
     assert answer.status_code == 504
-
-    async def nothing_waits() -> bool:
-        return await host.waiting() == 0
-
-    await wait_until(nothing_waits)
+    await host.wait_for(0)
 
 
 async def test_a_job_for_a_cold_model_waits_for_a_host(host: Host, server: Api) -> None:
@@ -227,7 +224,7 @@ async def test_the_catalogue_is_managed_over_http(server: Api, host: Host) -> No
     for wrong in ({"options": {"ssd-cache-dir": "/etc"}}, {"idle_s": -1}, {"aliases": ["a b"]}, {"pined": True}):
         refused = await server.http.patch("/v1/models/big", json=wrong)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == next(iter(wrong))
-    assert (await server.http.delete("/v1/models/big")).status_code == 204
+    assert (await server.http.delete("/v1/models/big")).json() == {"id": "Big-4bit", "object": "model", "deleted": True}
     assert (await server.http.delete("/v1/models/big")).status_code == 404
     assert (await server.http.patch("/v1/models/big", json={})).status_code == 404
 
