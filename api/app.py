@@ -51,7 +51,7 @@ from api.ops import ring_address as address
 from api.ops.history_sampler import sample_forever
 from api.ops.snapshot import Snapshots
 from api.ring.ring import Ring
-from api.rl import act, feedback, generate, predict, replay, rewards, tokenize
+from api.rl import act, episodes, feedback, generate, predict, replay, rewards, tokenize
 from api.tenants import keep_apart
 from api.tinker import checkpoints as tinker_checkpoints
 from api.tinker import downloads as tinker_downloads
@@ -124,6 +124,7 @@ ROUTED = (
         rewards,
         replay,
         feedback,
+        episodes,
     ),
     *(tinker_sessions, tinker_training, tinker_sampling, tinker_futures, tinker_checkpoints, tinker_downloads),
     *(health, catalogue, deadletters, metrics, snapshot, dashboard),

@@ -172,6 +172,9 @@ RULES: dict[str, Rule] = {
     "GET /v1/training/trajectories": WORK,
     "POST /v1/feedback": WORK,  # answers are found under the asker's own tenant alone
     "GET /v1/feedback": LIST,
+    "GET /v1/sessions": LIST,
+    "GET /v1/sessions/{session_id}": WORK,  # under the asker's own tenant alone
+    "DELETE /v1/sessions/{session_id}": WORK,
     "PUT /v1/trainers/{policy}": MAKE_POLICY,
     "DELETE /v1/trainers/{policy}": CHANGE_POLICY,
     "POST /v1/trainers/{policy}/alerts": CHANGE_POLICY,

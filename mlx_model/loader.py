@@ -30,7 +30,7 @@ from mlx_model.draft import DraftModel, check_tokenizer
 from mlx_model.heads.classifier import Classifier, is_classifier
 from mlx_model.heads.head import Heads
 from mlx_model.kv.cuda import attention as cuda_attention
-from mlx_model.kv.kinds import kind_of, leaves, window_of
+from mlx_model.kv.kinds import kind_of, leaves, states, window_of
 from mlx_model.kv.layout import KvLayout, check_asked, layout_of
 from mlx_model.mended import mend
 from mlx_model.pipeline import cut
@@ -128,9 +128,9 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     context = _context_length(model_config, config.max_context)
     times = None if tuning is None else tuning.kv.get(config.kv_bits)
     kv = layout_of(model, config.kv_bits, config.kv_group_size, _bound(config, context), times)
-    (kv_bytes, unshared), kv_window, vocab, dtype = _measure(model, kv)
+    (kv_bytes, unshared, state), kv_window, vocab, dtype = _measure(model, kv)
     if ranks is not None:
-        kv_bytes, unshared = ranks.largest(kv_bytes), ranks.largest(unshared)
+        kv_bytes, unshared, state = (ranks.largest(each) for each in (kv_bytes, unshared, state))
     states = hidden_size(model)
     card = ModelCard(
         name=config.served_name or short_name(config.model),
@@ -142,6 +142,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
         kv_bytes_per_token=kv_bytes,
         kv_window=kv_window,
         kv_unshared_bytes=unshared,
+        kv_state_bytes=state,
         dtype=dtype,
         quantization=_quantization(model_config),
         kv=kv.name,
@@ -333,7 +334,7 @@ def _draft_model(config: EngineConfig, bundle: TokenizerBundle) -> DraftModel | 
         check_tokenizer(bundle, its_bundle)
         check_batch(model, config.max_rows)
         kv = KvLayout()
-        (kv_bytes, _), _, vocab, _ = _measure(model, kv)
+        (kv_bytes, *_), _, vocab, _ = _measure(model, kv)
         short = name.rstrip("/").rsplit("/", 1)[-1]
         draft = DraftModel(short, model, vocab, _context_length(its_config, None), kv_bytes, kv)
         draft.check()
@@ -370,10 +371,10 @@ def _set_dtype(model: Any, dtype: str | None) -> None:
     model.set_dtype(_DTYPES[dtype])
 
 
-def _measure(model: Any, kv: KvLayout) -> tuple[tuple[int, int], int, int, str]:
+def _measure(model: Any, kv: KvLayout) -> tuple[tuple[int, int, int], int, int, str]:
     """KV bytes per position, how many a row holds, vocabulary size and activation dtype, by a forward of one token.
 
-    The second number of bytes is that of leaves whose KV rows never share.
+    The second number of bytes is that of leaves whose KV rows never share, the third that of a row's recurrent states.
     """
     caches = kv.new(model)
     logits_1LV = model(mx.zeros((1, 1), mx.int32), cache=caches)
@@ -382,7 +383,8 @@ def _measure(model: Any, kv: KvLayout) -> tuple[tuple[int, int], int, int, str]:
     per_token = max(1, sum(nbytes for nbytes, _ in each))
     unshared = sum(nbytes for nbytes, is_cut in each if not is_cut)
     dtype = str(logits_1LV.dtype).removeprefix("mlx.core.")
-    return (per_token, unshared), window_of(caches), logits_1LV.shape[-1], dtype
+    state = sum(array.nbytes for arrays in states(caches) for array in arrays if array is not None)
+    return (per_token, unshared, state), window_of(caches), logits_1LV.shape[-1], dtype
 
 
 def _bytes_per_position(cache: Any) -> int:

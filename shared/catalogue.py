@@ -7,7 +7,7 @@ load this model, unload it · **demand** what waits for a model in its queue.
 Who fills what: an operator (`mlx_parallm models add`) or a host that was given the model (`--model`) writes the
 `CatalogueEntry`; a host that has looked at the files fills in its figures, and writes a `HostStatus` with every
 heartbeat; `shared/redis/processes/catalogue.py` stores all of it and counts a `ModelDemand` from the queue. Which host
-loads what is decided from exactly these.
+loads what is decided from exactly these (worker/host/placement.py).
 """
 
 import re
@@ -104,6 +104,13 @@ class HeldModel(msgspec.Struct, frozen=True, omit_defaults=True):
     why: str = ""  # it failed, for people
 
 
+class PastModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model that a host has held: its files, and perhaps KV and adapters of it, are near to this machine."""
+
+    load_s: float = 0.0  # measured at its last load here
+    left_ms: int = 0  # Unix time at which the host let it go; 0: it holds it
+
+
 class HostStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """One heartbeat of a host."""
 
@@ -119,6 +126,7 @@ class HostStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     offers: dict[str, int] = {}
     held: tuple[HeldModel, ...] = ()
     draining: bool = False  # it is about to end, and loads nothing
+    past: dict[str, PastModel] = {}  # by model
 
     def holds(self, model: str) -> HeldModel | None:
         """A model in any state; None for one that it neither holds nor loads."""

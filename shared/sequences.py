@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from shared.episodes import EpisodePlace
 from shared.errors import IncompatibleVersionError, TokenOutOfRangeError, UnreadableMessageError
 from shared.frames import Finish, TokenLogprobs, VersionSpan
 from shared.heads import HeadSpec
@@ -89,6 +90,7 @@ class Collection(msgspec.Struct, frozen=True, omit_defaults=True):
     answer_ttl_s: int = 0  # for so long it waits
     answers_bytes: int = 0  # that such answers of one tenant may have
     arm: Arm | None = None  # the version that a split has chosen, which its reward counts for
+    place: EpisodePlace | None = None  # in its episode
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -204,6 +206,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     heads: dict[str, HeadSpec] = {}  # of its own
     shows_states: bool = True  # hidden states; False: it is known that it shows none
     vision: VisionSpec | None = None  # what it does with images; None: it takes none
+    kv_state_bytes: int = 0  # of a row's recurrent states, which take as much at any length
 
     @property
     def head_inputs(self) -> int | None:

@@ -75,6 +75,11 @@ class TargetFields(RequestModel):
         return self.user or ""
 
     @property
+    def cache_key(self) -> str:
+        """OpenAI's `prompt_cache_key`, of the requests that have one."""
+        return getattr(self, "prompt_cache_key", None) or ""
+
+    @property
     def opening(self) -> str:
         """Text that all turns of a conversation begin with: where rings share a model, such turns go to one of them;
         "": nothing."""

@@ -43,6 +43,7 @@ from shared.redis.files.file_store import FileStore
 from shared.redis.jobs.store import JobStore
 from shared.redis.kept.answer_store import AnswerStore
 from shared.redis.kept.conversation_store import ConversationStore
+from shared.redis.kept.episode_store import EpisodeStore
 from shared.redis.kept.kept_things import Terms
 from shared.redis.kept.response_store import ResponseStore
 from shared.redis.kept.session_store import SessionStore
@@ -115,7 +116,8 @@ class Ring:
         self.batches: BatchStore = home.batches if home else BatchStore(self.redis)
         terms = Terms(settings.response_ttl_s, settings.response_store_mb << 20)
         self.responses: ResponseStore = home.responses if home else ResponseStore(self.redis, terms)
-        self.answers = AnswerStore(self.redis, Terms(settings.feedback_ttl_s, settings.feedback_store_mb << 20))
+        kept = Terms(settings.feedback_ttl_s, settings.feedback_store_mb << 20)
+        self.answers, self.episodes = AnswerStore(self.redis, kept), EpisodeStore(self.redis, kept)
         self.conversations: ConversationStore = home.conversations if home else ConversationStore(self.redis, terms)
         longest_s = int(max(settings.request_timeout_s, settings.background_timeout_s))
         self.images = ImageIntake(self.redis, Terms(longest_s + IMAGE_GRACE_S, settings.image_store_mb << 20))

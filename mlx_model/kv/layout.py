@@ -21,6 +21,7 @@ from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.kv.kinds import can_share, kind_of, leaves, mapped
 from mlx_model.kv.metal import attention as metal_attention
 from mlx_model.kv.quantised import Packing, QuantisedKVCache, Read, install_kernels
+from mlx_model.kv.shared import Form
 from shared.errors import SetupError
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class KvLayout:
 
     packings: tuple[Packing | None, ...] = ()
     bound: int = 0  # positions that a plain leaf holds, the last ones; 0: all
-    shares: bool = False  # rows may share what they begin with
+    shares: Form | None = None  # in which form rows may share what they begin with; None: they may not
 
     def new(self, model: Any) -> list[Any]:
         """Empty caches of one row."""
