@@ -23,6 +23,7 @@ from mlx_model.kv.shared import Form, Groups, Pair, Read, read_of, with_queries
 from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
 from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
 from trainer.learn.picture_places import Laid, Shown, behind, looking, shown
+from trainer.learn.routes import Routes, of_prompts, of_rest, of_rows, replay_of, replaying
 from trainer.rollouts.sight import Sight
 
 # Bytes of a layer's keys and values that rows must spare by reading prompts where they are, or it is no faster than
@@ -159,6 +160,7 @@ class BatchArrays:
     start_B: mx.array  # position of the first completion token in rows_BL
     drawn: DrawnRows | None = None  # what the rows were drawn with
     seen: Shown | None = None  # where images stand in prompts; None: they have none
+    routes_BTN: Routes | None = None  # experts that a model with a `Replay` computes with
 
 
 def to_arrays(batch: Microbatch, sight: Sight | None = None) -> BatchArrays:
@@ -182,6 +184,7 @@ def to_arrays(batch: Microbatch, sight: Sight | None = None) -> BatchArrays:
         mx.array(start_B),
         batch.drawn,
         seen,
+        batch.routes_BTN,
     )
 
 
@@ -240,13 +243,16 @@ def shared_scores(
 def _behind_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays, form: Form | None) -> mx.array:
     """Hidden states [B, T, H] in which completions are drawn."""
     caches = mapped(make_prompt_cache(model), lambda leaf: _learning(leaf, x.padding_P))
-    with looking(model, x.prompt_PS, x.seen, x.seen and x.seen.prompts) as images:
+    replay = replay_of(model)
+    routes_PSW = of_prompts(replay, x.routes_BTN, x.prompt_of_B, x.prompt_PS.shape[1])
+    with looking(model, x.prompt_PS, x.seen, x.seen and x.seen.prompts) as images, replaying(replay, routes_PSW):
         first_PH = body(x.prompt_PS, cache=caches, **images)[:, -1]
     hidden_BTH = first_PH[x.prompt_of_B][:, None]
     if x.completion_BT.shape[1] == 1:
         return hidden_BTH
     branches = _branches(caches, x, form)
-    with behind(model, x.seen, x.completion_BT.shape[1] - 1):
+    routes_BTW = of_rest(replay, x.routes_BTN)
+    with behind(model, x.seen, x.completion_BT.shape[1] - 1), replaying(replay, routes_BTW):
         rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
     return mx.concatenate([hidden_BTH, rest_BTH], axis=1)
 
@@ -263,6 +269,7 @@ def _prompt_by_prompt(model: Any, body: Callable[..., mx.array], x: BatchArrays,
             padding_P=mx.zeros(1, mx.int32),
             prompt_of_B=mx.zeros(len(rows), mx.int32),
             completion_BT=x.completion_BT[mx.array(rows)],
+            routes_BTN=None if x.routes_BTN is None else x.routes_BTN[rows],
         )
         parts.append(_behind_prompts(model, body, one, form))
         order += rows
@@ -323,7 +330,10 @@ def row_scores(
 def row_states(model: Any, body: Callable[..., mx.array], x: BatchArrays) -> mx.array:
     """Hidden states [B, L, H] of the rows but for their last id, as `body` of the model gives them."""
     ids_BL = x.rows_BL[:, :-1]
-    with looking(model, ids_BL, x.seen, x.seen and x.seen.rows.until(ids_BL.shape[1])) as images:
+    replay = replay_of(model)
+    routes_BLW = of_rows(replay, x.routes_BTN, x.start_B, ids_BL.shape[1])
+    until = x.seen and x.seen.rows.until(ids_BL.shape[1])
+    with looking(model, ids_BL, x.seen, until) as images, replaying(replay, routes_BLW):
         return body(ids_BL, **images)
 
 

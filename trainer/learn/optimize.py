@@ -83,6 +83,8 @@ class Optimizer:
     def __init__(self, policy: Policy, options: OptimizeOptions) -> None:
         self.policy = policy
         self.options = options
+        if options.routing_replay:
+            policy.replay_routes()
         chunk = head_chunk(policy.base)
         if options.value is not None and not chunk:
             raise ValueError("this model shows no hidden states, so no value head can read them")
