@@ -42,6 +42,7 @@ MEASUREMENTS = {
     "scale": "what one Redis carries of 1,000 workers and 100 apis, in slower time; the cost of each kind of work",
     "adapter_publish": "from a publish to the first token of the new version at each of 2 workers",
     "adapter_flight": "token frames while 100 MB of adapter are in flight",
+    "placement": "what many models on few machines serve in time, over all that is asked for, simulated",
     "splits": "regret of splits whose shares move, over fixed ones, simulated",
     "traces": "requests and streams with OpenTelemetry traces absent, off, on for one in ten, on for all",
 }
