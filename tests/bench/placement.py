@@ -149,7 +149,7 @@ ABLATIONS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has shown."""
+    """Figures of one run."""
 
     offered: float  # tokens
     served: float  # of these, in time
@@ -158,7 +158,7 @@ class Outcome:
 
 
 def in_time(request: Request, end_ms: float) -> bool:
-    """Whether a sequence counts as served."""
+    """True for a sequence that counts as served."""
     if request.kind == "interactive":
         return request.began_ms - request.at_ms <= SLO_MS
     return request.ended_ms <= min(request.deadline_ms, end_ms)

@@ -117,7 +117,7 @@ class Host:
 
 @dataclass
 class Tally:
-    """What was counted."""
+    """Counts of one run."""
 
     loads: int = 0
     thrash: int = 0  # loads of a model that the ring had let go less than a minute before
@@ -257,7 +257,7 @@ class Ring:
         return child.held
 
     def facts(self, skew_ms: float = 0.0) -> RingModels:
-        """What a host reads from Redis."""
+        """The facts, as a host reads them from Redis."""
         hosts = tuple(host.published for host in self.hosts.values() if host.published is not None)
         return RingModels(round(self.now + skew_ms), self.entries, hosts, (), dict(self._leases), dict(self._loads))
 

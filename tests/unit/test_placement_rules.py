@@ -12,7 +12,7 @@ from tests.bench.placement import main
 from tests.bench.placement_ring import DRAIN_MS, Machine, Model, Request, Ring
 from worker.host.placement import Load, PlacementRules, decide
 
-NOW = 1_000_000_000
+NOW = 1_000_000_000  # in which hosts that have not loaded a model may be passed over
 NAMES = ("a", "b", "c", "d", "e")
 STATES = ("ready", "ready", "ready", "loading", "downloading", "unloading", "failed")
 AGE_MS = st.integers(0, 400_000)
@@ -54,18 +54,20 @@ def facts(draw: st.DrawFn) -> tuple[RingModels, dict[str, ModelDemand]]:
     return RingModels(NOW, entries, tuple(hosts), (), leases, {}), demand
 
 
-@given(facts())
+@given(facts(), st.sampled_from((math.inf, 5.0)))
 @settings(max_examples=60, deadline=None)
-def test_a_plan_keeps_pins_and_memory_and_loads_a_model_once(ring: tuple[RingModels, dict[str, ModelDemand]]) -> None:
+def test_a_plan_keeps_pins_and_memory_and_loads_a_model_once(
+    ring: tuple[RingModels, dict[str, ModelDemand]], patience_s: float
+) -> None:
     models, demand = ring
-    rules = PlacementRules(patience_s=math.inf)
+    rules = PlacementRules(patience_s=patience_s)
     loads = [
         (host, each)
         for host in models.hosts
         for each in decide(models, demand, host.id, rules)
         if isinstance(each, Load)
     ]
-    assert len({load.model for _, load in loads}) == len(loads)
+    assert patience_s < math.inf or len({load.model for _, load in loads}) == len(loads)
     evicted: dict[str, int] = {}
     for host in models.hosts:
         mine = [load for holder, load in loads if holder is host]

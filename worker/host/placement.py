@@ -21,6 +21,7 @@ from shared.catalogue import CatalogueEntry, HeldModel, HostStatus, ModelDemand,
 LOADING = ("downloading", "loading")
 BYTES_PER_S = 1e9  # of a load that nobody has measured: a slow disk
 LEAST_LOAD_S = 2.0  # of any load: a process starts
+PASSING_MS = 1000  # a host looks at least once in this time
 IN_USE_S = 5.0  # since its last use, in which one of several copies counts as busy: heartbeats are a second old
 IDLE, BATCH, INTERACTIVE = 1, 2, 3  # how busy a model is
 SOON_S = 60.0  # the loss by an eviction is the chance that the model is asked for within this time, times its load
@@ -52,7 +53,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Unload:
-    """Drain `model`, since `why`."""
+    """Drain `model` and end its worker."""
 
     model: str
     why: str
@@ -141,7 +142,6 @@ class _Planner:
     # -- facts
 
     def _room(self, host: HostStatus) -> _Host:
-        """A host's room now."""
         counted = sum(held.state != "failed" for held in host.held)
         loading = [self._load_s(held.name, host) * (1 - held.progress) for held in host.held if held.state in LOADING]
         return _Host(
@@ -242,13 +242,22 @@ class _Planner:
             if not ways:
                 self._keep_room(want)
                 continue
-            waited_s = (self._now - max(want.since_ms, self._left.get(want.model, 0))) / 1000
-            late = int(waited_s / self._rules.patience_s) if want.due else 0
-            for way in ways[: 1 + late]:
-                if way.host == me:
-                    loads.append(Load(want.model, way.evict, want.why))
-            self._take(want, ways[0])
+            first, *others = ways[: 1 + self._passed_over(want)]
+            mine_now = next((way for way in (first, *others) if way.host == me), None)
+            if mine_now is not None:
+                loads.append(Load(want.model, mine_now.evict, want.why))
+            self._take(want, first)
+            if mine_now in others:
+                self._take(want, mine_now)
         return unloads + loads
+
+    def _passed_over(self, want: Want) -> int:
+        """How many hosts may be passed over, since they have not loaded it: in one second of each `patience_s`, since
+        what has just become possible is the best host's."""
+        patience_ms = round(1000 * min(self._rules.patience_s, 1e9))
+        if not want.due or self._now % patience_ms >= PASSING_MS:
+            return 0
+        return (self._now - want.since_ms) // patience_ms
 
     def ways(self, want: Want) -> list[Placing]:
         """Every host that could load it now, the best first."""
