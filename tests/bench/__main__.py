@@ -22,6 +22,7 @@ MEASUREMENTS = {
     "learners": "16 learners of a training service at once over one with equal tokens; their memory",
     "trainers": "two processes that share one run's train steps over one",
     "federation": "two runs whose data stays apart, averaged every few steps, against one with all of it",
+    "model_switches": "a host that holds several models in turn: first tokens of cold ones, memory, other rows' gaps",
     "start": "from a worker's start until it is ready, has answered and is warm, without compiled kernels and with",
     "prefix": "a second request on a prefix, a group of samples, and prompts that share nothing",
     "turns": "a second turn of a chat over a cold prompt, for layers of each kind",

@@ -28,7 +28,6 @@ from shared.process.worker_settings import LINGER_S, WorkerSettings
 from shared.redis.connection.client import connect
 from shared.redis.processes.catalogue import CatalogueStore
 from shared.redis.processes.worker_registry import WorkerRegistry
-from worker.downloads import ModelDownload, whole_size
 from worker.host.describe import Described
 from worker.host.memory import limit_of, machine_room
 from worker.host.placement import Load, PlacementRules, Unload, decide
@@ -38,7 +37,6 @@ log = structlog.get_logger()
 
 LOOK_S = 0.2  # between two looks at the demand: a request for a cold model waits for half of it
 BEAT_S = 1.0
-DOWNLOAD_LOOK_S = 1.0
 REGISTER_EVERY_S = 3600.0  # cards and tokenizers, which Redis keeps for a week
 STEADY_S = 60.0  # a worker that ends of itself sooner than that after it was ready is not started again at once
 PATIENCE_S = 10.0  # beyond a worker's grace, until it is killed
@@ -64,6 +62,10 @@ class Held:
     def become(self, state: HeldState, why: str = "") -> None:
         """Begin another state."""
         self.state, self.since_ms, self.progress, self.why = state, now_ms(), 0.0, why
+
+    def advance(self, progress: float) -> None:
+        """Note how far its download or load is; the next heartbeat says so."""
+        self.progress = progress
 
     @property
     def status(self) -> HeldModel:
@@ -372,22 +374,15 @@ class HostProcess:
         if self._draining:
             return "its host ends"
 
-        def progress(part: float) -> None:
-            held.progress = part
-            self._changed.set()
-
-        why = await held.child.started(progress)
+        why = await held.child.started(held.advance)
         held.load_s = time.monotonic() - began
         return why
 
     async def _fetch(self, held: Held, entry: CatalogueEntry, spare: WorkerChild) -> str:
         """Get a model from the hub and look at it; why that cannot be."""
         held.become("downloading")
-        reporting = asyncio.create_task(self._report_download(held, entry.source))
-        try:
-            answer = await spare.describe(self._settings_of(entry))
-        finally:
-            await cancel([reporting])
+        self._changed.set()
+        answer = await spare.describe(self._settings_of(entry), held.advance)
         held.become("loading")
         if answer.described is None:
             return answer.why
@@ -401,15 +396,6 @@ class HostProcess:
                 f"{max(0, self._room_bytes - taken + held.need_bytes) / 1e9:.1f} GB are free"
             )
         return ""
-
-    async def _report_download(self, held: Held, source: str) -> None:
-        download, whole = ModelDownload(source), await asyncio.to_thread(whole_size, source)
-        while True:
-            here = await asyncio.to_thread(download.progress)
-            if here is not None and whole:
-                held.progress = here / whole
-                self._changed.set()
-            await asyncio.sleep(DOWNLOAD_LOOK_S)
 
     async def _end_load(self, held: Held) -> None:
         """Give the lease back, after a heartbeat that shows what has become of the load."""
