@@ -314,7 +314,7 @@ async def _announce(settings: ServeSettings, listeners: list[socket.socket]) -> 
         print(f"ParaLLM is ready: {url}" + ("" if settings.uds else "/v1"), flush=True)
         for listener in listeners[1:]:
             print("Ollama's API: http://{}:{}".format(*listener.getsockname()[:2]), flush=True)
-    models = " ".join(f"--model {model}" for model in (settings.model, *settings.models))
+    models = " ".join(f"--model {model}" for model in settings.given_models) or "--from-catalogue"
     joining = f"mlx_parallm_worker --redis {shown(settings.redis)} {models}"
     print(f"join with another worker: {joining}", flush=True)
 

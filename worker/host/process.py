@@ -57,6 +57,7 @@ class Held:
     worker: str = ""  # id
     child: WorkerChild | None = None
     steps: int = -1  # of the engine, at the last look
+    is_lost: bool = False  # another host has the lease of its load
     task: "asyncio.Task[None] | None" = None  # its life
 
     def become(self, state: HeldState, why: str = "") -> None:
@@ -91,7 +92,7 @@ class HostProcess:
         self._machine = socket.gethostname().split(".")[0]
         self.id = settings.worker_id or f"{self._machine}-{uuid.uuid4().hex[:6]}"
         self._rules = PlacementRules(batch_turn_s=settings.batch_turn_s, idle_s=settings.model_idle_s)
-        self._given = [_entry_of(source) for source in (settings.model, *settings.models)]
+        self._given = [_entry_of(source) for source in settings.given_models]
         self._held: dict[str, Held] = {}
         self._described: dict[str, tuple[CatalogueEntry, Described | str]] = {}  # by name, or why not
         self._past: dict[str, PastModel] = {}
@@ -149,9 +150,10 @@ class HostProcess:
         for entry in self._given:
             await self._offer(entry)
         await self._beat()
-        first, models = self._given[0].name, await self._store.read()
-        if not models.holding(first) and not any(order.model == first for order in models.orders):
-            await self._store.order("load", first)  # as a worker of one model has it from the start
+        models = await self._store.read()
+        for first in self._given[:1]:  # as a worker of one model has it from the start
+            if not models.holding(first.name) and not any(order.model == first.name for order in models.orders):
+                await self._store.order("load", first.name)
 
     async def _offer(self, entry: CatalogueEntry) -> None:
         """Write a model that this host has, with what was found in its files, and its card and tokenizer."""
@@ -325,6 +327,9 @@ class HostProcess:
         if why:
             if held.child is not None:
                 await held.child.kill()
+            if held.is_lost:
+                self._held.pop(held.name, None)
+                return
             log.error("host.cannot_load", model=held.name, reason=why)
             held.become("failed", why)
             await self._end_load(held)
@@ -362,6 +367,7 @@ class HostProcess:
                 return why
             needs, began = {**needs, held.name: held.need_bytes}, time.monotonic()
         held.worker = f"{self.id}-{short_name(held.name)}-{uuid.uuid4().hex[:4]}"
+        await self._measure_room()
         limit = limit_of(held.name, needs, self._room_bytes, self._settings.max_loaded_models)
         settings = self._settings_of(entry) | {
             "PARALLM_WORKER_ID": held.worker,
@@ -371,9 +377,8 @@ class HostProcess:
             held.child = await WorkerChild.start(settings)
         else:
             await held.child.serve(settings)
-        if self._draining:
-            return "its host ends"
-
+        if self._draining or held.is_lost:
+            return "its host ends" if self._draining else "another host loads it"
         why = await held.child.started(held.advance)
         held.load_s = time.monotonic() - began
         return why
@@ -453,20 +458,25 @@ class HostProcess:
     async def _beat(self) -> None:
         async with self._telling:
             models = await self._store.read()
-            pids = [held.child.pid for held in self._held.values() if held.child is not None and held.child.runs]
-            device = next((known.device for name in self._described if (known := self._known(name))), None)
-            if device is not None:
-                limit = self._settings.memory_limit_bytes
-                self._room_bytes = await asyncio.to_thread(machine_room, device, limit, pids)
+            await self._measure_room()
             beat = await self._store.beat(self._status(models))
             if not beat.has_catalogue:
                 for entry, _ in list(self._described.values()):
                     await self._offer(entry)
         for name in beat.lost:
             held = self._held.get(name)
-            if held is not None and held.state == "loading" and held.child is not None:
+            if held is not None and held.state in ("loading", "downloading"):
                 log.warning("host.lease_lost", model=name)
-                await held.child.kill()
+                held.is_lost = True
+                if held.child is not None:
+                    await held.child.kill()
+
+    async def _measure_room(self) -> None:
+        pids = [held.child.pid for held in self._held.values() if held.child is not None and held.child.runs]
+        device = next((known.device for name in self._described if (known := self._known(name))), None)
+        if device is not None:
+            limit = self._settings.memory_limit_bytes
+            self._room_bytes = await asyncio.to_thread(machine_room, device, limit, pids)
 
     def _status(self, models: RingModels) -> HostStatus:
         taken = sum(held.need_bytes for held in self._held.values() if held.state != "failed")
