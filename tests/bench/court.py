@@ -1,8 +1,8 @@
 """The court: how many tokens a faulty worker writes until it is named, and what the court costs the others.
 
-`python -m tests.bench.court [--faults weight kv adapter] [--shares 0.1 0.01 0.001]` starts two sound workers and one with
-a fault of tests/e2e/wrong_worker.py for each pair. They write sequences in bursts, and each burst is followed by a pause
-in which idle workers check. It prints how many tokens the faulty one had written when one and when two others had found
+`python -m tests.bench.court [--faults weight kv adapter] [--shares 0.1 0.01 0.001]` starts two sound workers and one
+with a fault of tests/e2e/wrong_worker.py for each pair. They write sequences in bursts, and each burst is followed by a
+pause in which idle workers check. It prints how many tokens the faulty one had written when one and when two others had found
 it wrong, and how many of the sound ones were found wrong.
 
 `--cost 0.001` compares, with sound workers alone, a ring with this share and one without: the same bursts and pauses by
@@ -71,7 +71,8 @@ async def burst(http: httpx.AsyncClient, count: int, tokens: int, model: str = M
 
     async def one(seed: int) -> str:
         body: dict[str, Any] = {"model": model, "prompt": f"Question {seed}:", "seed": seed, "max_tokens": tokens}
-        answer = await http.post("/v1/completions", json=body | {"ignore_eos": True})
+        while (answer := await http.post("/v1/completions", json=body | {"ignore_eos": True})).status_code == 503:
+            await asyncio.sleep(0.5)  # the machine is busy, or its workers have just come
         return f"{answer.raise_for_status().json()['id']}-0"
 
     begin = time.monotonic_ns() % 10**9
@@ -143,7 +144,7 @@ async def cost(rings: dict[float, Ring], rounds: int, count: int, tokens: int) -
     speeds = sorted(b / a for a, b in zip(rates[without], rates[with_it], strict=True))
     work = sum(seconds[with_it]) / sum(seconds[without])
     print(
-        f"share {with_it:g} over none, {rounds} rounds of {4 * count * tokens} tokens: tokens per second min median max "
+        f"share {with_it:g} over none, {rounds} rounds of {4 * count * tokens} tokens: tokens/s min median max "
         f"{speeds[0]:.3f} {median(speeds):.3f} {speeds[-1]:.3f}; CPU seconds of the workers {work:.3f}"
     )
 

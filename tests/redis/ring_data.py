@@ -82,23 +82,22 @@ async def dumped(redis: Redis) -> list[tuple[bytes, int, bytes]]:
     return found
 
 
-async def restore(redis: Redis, file: Path) -> Left:
+async def restore(redis: Redis, recorded: bytes) -> Left:
     """Put a file's keys into an empty Redis."""
-    left, entries = msgspec.msgpack.decode(
-        lzma.decompress(file.read_bytes()), type=tuple[Left, list[tuple[bytes, int, bytes]]]
-    )
+    left, entries = msgspec.msgpack.decode(lzma.decompress(recorded), type=tuple[Left, list[tuple[bytes, int, bytes]]])
     for key, ttl, value in entries:
         await redis.restore(key, ttl, value)
     return left
 
 
-async def _record(file: Path) -> None:
+async def _recorded() -> bytes:
     with tempfile.TemporaryDirectory() as folder, EmbeddedRedis(Path(folder)) as server:
         redis = connect(server.url)
         left = await leave(redis, server.url)
-        file.write_bytes(lzma.compress(msgspec.msgpack.encode((left, await dumped(redis)))))
+        data = await dumped(redis)
         await redis.aclose()
+    return lzma.compress(msgspec.msgpack.encode((left, data)))
 
 
 if __name__ == "__main__":
-    asyncio.run(_record(Path(sys.argv[1])))
+    Path(sys.argv[1]).write_bytes(asyncio.run(_recorded()))

@@ -8,8 +8,8 @@ from typing import Any
 from redis.asyncio import Redis
 
 from api.serve.embedded_redis import EmbeddedRedis
-from shared.process.settings import load
 from shared.process.process_settings import RunnerSettings
+from shared.process.settings import load
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
 from shared.redis.training.trajectory_queue import CONSUMER, TrajectoryQueue
@@ -24,9 +24,11 @@ from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.live import LiveCollector
 from worker.jobs import runner as runner_module
 
+RECORDED = Path("tests/redis/data/ring-0.1.0.xz")
+
 
 async def test_data_of_0_1_0_are_served_and_work_that_waited_is_done(redis: Redis, redis_url: str) -> None:
-    left = await restore(redis, Path("tests/redis/data/ring-0.1.0.xz"))
+    left = await restore(redis, RECORDED.read_bytes())
     await check(redis, redis_url, left)
     queue = TrajectoryQueue(redis, POLICY)
     assert [each.live.id for each in await queue.take(CONSUMER, 9)] == ["t0", "t1", "t2"]
