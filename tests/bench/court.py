@@ -2,8 +2,8 @@
 
 `python -m tests.bench.court [--faults weight kv adapter] [--shares 0.1 0.01 0.001]` starts two sound workers and one
 with a fault of tests/e2e/wrong_worker.py for each pair. They write sequences in bursts, and each burst is followed by a
-pause in which idle workers check. It prints how many tokens the faulty one had written when one and when two others had found
-it wrong, and how many of the sound ones were found wrong.
+pause in which idle workers check. It prints how many tokens the faulty one had written when one and when two others had
+found it wrong, and how often the sound ones were found wrong.
 
 `--cost 0.001` compares, with sound workers alone, a ring with this share and one without: the same bursts and pauses by
 turns, tokens per second and CPU seconds of all workers, the checks in the pauses included.
@@ -71,9 +71,17 @@ async def burst(http: httpx.AsyncClient, count: int, tokens: int, model: str = M
 
     async def one(seed: int) -> str:
         body: dict[str, Any] = {"model": model, "prompt": f"Question {seed}:", "seed": seed, "max_tokens": tokens}
-        while (answer := await http.post("/v1/completions", json=body | {"ignore_eos": True})).status_code == 503:
-            await asyncio.sleep(0.5)  # the machine is busy, or its workers have just come
-        return f"{answer.raise_for_status().json()['id']}-0"
+        names: list[str] = []
+
+        async def answered() -> bool:
+            answer = await http.post("/v1/completions", json=body | {"ignore_eos": True})
+            if answer.status_code == 503:  # the machine is busy, or its workers have just come
+                return False
+            names.append(f"{answer.raise_for_status().json()['id']}-0")
+            return True
+
+        await wait_until(answered)
+        return names[0]
 
     begin = time.monotonic_ns() % 10**9
     return await asyncio.gather(*map(one, range(begin, begin + count)))

@@ -24,11 +24,11 @@ from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.live import LiveCollector
 from worker.jobs import runner as runner_module
 
-RECORDED = Path("tests/redis/data/ring-0.1.0.xz")
+RECORDED = Path("tests/redis/data/ring-0.1.0.xz").read_bytes()
 
 
 async def test_data_of_0_1_0_are_served_and_work_that_waited_is_done(redis: Redis, redis_url: str) -> None:
-    left = await restore(redis, RECORDED.read_bytes())
+    left = await restore(redis, RECORDED)
     await check(redis, redis_url, left)
     queue = TrajectoryQueue(redis, POLICY)
     assert [each.live.id for each in await queue.take(CONSUMER, 9)] == ["t0", "t1", "t2"]
