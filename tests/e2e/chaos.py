@@ -97,6 +97,7 @@ async def run(
             if everything:
                 await learners.begin()
                 tasks.append(asyncio.create_task(learners.run()))
+            print("chaos: all answers are known", flush=True)
             await _harm(ring, load, report, time.monotonic() + seconds, only, once)
             load.stopping = True
             for outcome in await asyncio.gather(*tasks, return_exceptions=True):
