@@ -46,7 +46,7 @@ log = structlog.get_logger()
 
 TRAINER = "trainer.hosted:HostedTrainer"
 LEARNERS = "trainer.service.hosted:HostedLearners"
-TRAINER_FLAGS = ("lora_rank", "atropos_url")  # of ours that are the hosted trainer's settings
+TRAINER_FLAGS = ("lora_rank", "atropos_url", "learn_when")  # of ours that are the hosted trainer's settings
 GUEST_FLAGS = ("training_share", "training_pause_ms", "end_with_guest")  # of ours that bound what a guest does
 SECRETS = ("PARALLM_API_KEY", "PARALLM_CONNECT_KEY", "PARALLM_REDIS_PASSWORD")
 SAY_EVERY_S = 60.0  # that a model is still loading

@@ -12,6 +12,7 @@ from shared.redis import keys
 from shared.redis.connection.client import connect, require
 from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_calls import SequenceCalls
+from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.redis.training.board import TrainingBoard, ring_id
 from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.orders import Orders
@@ -25,7 +26,7 @@ from trainer.learners.shared_exchange import RunLead
 from trainer.ring.board import RingBoard
 from trainer.ring.http_client import HttpApi
 from trainer.ring.mailbox import RingMailbox
-from trainer.ring.over_http import HttpBoard, HttpJudges, HttpOrders, HttpSink, HttpSource
+from trainer.ring.over_http import HttpBoard, HttpJudges, HttpOrders, HttpQueue, HttpSink, HttpSource
 from trainer.ring.over_redis import RingSource, StoreSink
 from trainer.ring.ring import TrainerRing
 from trainer.rollouts.scorers import Judges, ring_judges
@@ -93,8 +94,9 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
             others = lead if settings.learner == "shared" else None
             id = await ring_id(redis)
             ring = TrainerRing(
-                card.base_sha256, codec, source, sink, board, mailbox, live, id, learners, others, model=card.name
-            )
+                card.base_sha256, codec, source, sink, board, mailbox, live, id, learners, others, model=card.name,
+                asked=SequenceQueue(redis, card.name).is_asked,
+            )  # fmt: skip
             try:
                 async with _in_federation(ring, settings, url) as ring:
                     yield ring
@@ -122,7 +124,10 @@ async def _over_http(api: HttpApi, settings: TrainSettings, mine: LoadedModel | 
             source = HttpSource(api, held.model, settings.run_name, settings.group_deadline_s)
             sink = HttpSink(api, settings.adapter, held.model)
             codec = TextCodec(mine.tokenizer)
-            ring = TrainerRing(mine.card.base_sha256, codec, source, sink, board, mailbox, id=held.ring)
+            queue = HttpQueue(api, held.model)
+            ring = TrainerRing(
+                mine.card.base_sha256, codec, source, sink, board, mailbox, id=held.ring, asked=queue.is_asked
+            )
             async with _in_federation(ring, settings, settings.sync_redis) as ring:
                 yield ring
 
