@@ -1,7 +1,7 @@
 """Which addresses are the internet's: what a client has us connect to may be no other.
 
-Names that clients give are looked up in threads of their own. A name server that never answers holds a thread for half a
-minute; the event loop's threads, which the rest of a process needs, are not among them.
+Names that clients give are looked up in threads of their own. A name server that never answers holds a thread for half
+a minute; the event loop's threads, which the rest of a process needs, are not among them.
 """
 
 import asyncio
