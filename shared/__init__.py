@@ -6,6 +6,7 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     frames.py        token events, and the frames that carry them
     token_events.py  taking token events apart and putting them together
     jobs.py          a job that is submitted and polled
+    episodes.py      turns of a conversation, and how they follow one another
     trajectories.py  what a rollout leaves behind
     replay.py        verdicts on tokens that were computed again
     adapters.py      an adapter version

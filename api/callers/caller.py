@@ -6,7 +6,7 @@ own, such as those that read batches, have no client; they act for the tenant wh
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -21,6 +21,17 @@ from shared.sequences import SequenceClass
 T = TypeVar("T")
 
 NO_CACHE = "x-parallm-no-cache"
+SESSION_HEADERS = (  # of clients, the surest first; each carries the id of one conversation
+    "x-session-id",
+    "x-claude-code-session-id",
+    "x-opencode-session",
+    "x-session-affinity",
+    "session_id",  # Codex
+    "session-id",
+    "conversation_id",
+    "x-task-id",  # Cline
+    "x-litellm-session-id",
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,20 @@ client: ContextVar[Client | None] = ContextVar("client", default=None)
 
 no_cache: ContextVar[str] = ContextVar("no_cache", default="")
 """The request's header of this name; "" without one."""
+
+
+named_session: ContextVar[str] = ContextVar("named_session", default="")
+"""The session that a header of the request names; "" without one."""
+
+
+def session_in(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The session that the surest of SESSION_HEADERS names, cut to what an id may have."""
+    found = {name: value for name, value in headers if name in _SESSION_HEADERS}
+    value = next((found[name] for name in _SESSION_HEADERS if found.get(name)), b"")
+    return value[:512].decode("latin-1").strip()
+
+
+_SESSION_HEADERS = tuple(name.encode() for name in SESSION_HEADERS)
 
 
 def may_cache() -> bool:

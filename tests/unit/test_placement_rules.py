@@ -154,6 +154,16 @@ def test_the_next_best_host_loads_what_the_best_one_does_not() -> None:
     assert request.ended_ms < math.inf
 
 
+def test_batch_of_a_large_model_has_its_turn_while_small_ones_change_places() -> None:
+    models = [Model("a", 5), Model("b", 5), Model("c", 5), Model("large", 10)]
+    ring = Ring([Machine("m0", 10, 40, 2)], models, decide, PlacementRules(batch_turn_s=30))
+    chats = [Request(at, name, "interactive", 40) for at in range(0, 250_000, 4_000) for name in "abc"]
+    batch = Request(1_000, "large", "batch", 20)
+    ring.run([batch, *chats], 250_000)
+    assert ring.tally.loads > 8
+    assert batch.began_ms < 1000 * bound_s(ring)
+
+
 def test_the_bench_in_its_smallest_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bursts", "--minutes", "1", "--seeds", "1"]) == 0
     assert "bursts" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from trainer.learn.batches import Microbatch
 from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
 from trainer.learn.picture_places import Laid, Shown, behind, looking, shown
+from trainer.learn.routes import Routes, of_prompts, of_rest, of_rows, replay_of, replaying
 from trainer.rollouts.sight import Sight
 
 CHUNK_LOGITS = 1 << 26  # at most as many logits at once: 256 MB in fp32
@@ -152,6 +153,7 @@ class BatchArrays:
     start_B: mx.array  # position of the first completion token in rows_BL
     drawn: DrawnRows | None = None  # what the rows were drawn with
     seen: Shown | None = None  # where images stand in prompts; None: they have none
+    routes_BTN: Routes | None = None  # experts that a model with a `Replay` computes with
 
 
 def to_arrays(batch: Microbatch, sight: Sight | None = None) -> BatchArrays:
@@ -175,6 +177,7 @@ def to_arrays(batch: Microbatch, sight: Sight | None = None) -> BatchArrays:
         mx.array(start_B),
         batch.drawn,
         seen,
+        batch.routes_BTN,
     )
 
 
@@ -189,12 +192,15 @@ def shared_scores(
     """Each prompt once, then all completions after it; the head takes `chunk` positions at a time, 0: all at once."""
     body, head = halves_of(model, chunk)
     caches = [PromptKeys(x.padding_P) for _ in model.layers]
-    with looking(model, x.prompt_PS, x.seen, x.seen and x.seen.prompts) as images:
+    replay = replay_of(model)
+    routes_PSW = of_prompts(replay, x.routes_BTN, x.prompt_of_B, x.prompt_PS.shape[1])
+    with looking(model, x.prompt_PS, x.seen, x.seen and x.seen.prompts) as images, replaying(replay, routes_PSW):
         first_PH = body(x.prompt_PS, cache=caches, **images)[:, -1]
     branches = [cache.branch(x.prompt_of_B) for cache in caches]
     hidden_BTH = first_PH[x.prompt_of_B][:, None]
     if x.completion_BT.shape[1] > 1:
-        with behind(model, x.seen, x.completion_BT.shape[1] - 1):
+        routes_BTW = of_rest(replay, x.routes_BTN)
+        with behind(model, x.seen, x.completion_BT.shape[1] - 1), replaying(replay, routes_BTW):
             rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
         hidden_BTH = mx.concatenate([hidden_BTH, rest_BTH], axis=1)
     drawn = positions_of(x.drawn, x.completion_BT.shape)
@@ -222,7 +228,10 @@ def row_scores(
 def row_states(model: Any, body: Callable[..., mx.array], x: BatchArrays) -> mx.array:
     """Hidden states [B, L, H] of the rows but for their last id, as `body` of the model gives them."""
     ids_BL = x.rows_BL[:, :-1]
-    with looking(model, ids_BL, x.seen, x.seen and x.seen.rows.until(ids_BL.shape[1])) as images:
+    replay = replay_of(model)
+    routes_BLW = of_rows(replay, x.routes_BTN, x.start_B, ids_BL.shape[1])
+    until = x.seen and x.seen.rows.until(ids_BL.shape[1])
+    with looking(model, ids_BL, x.seen, until) as images, replaying(replay, routes_BLW):
         return body(ids_BL, **images)
 
 

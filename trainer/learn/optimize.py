@@ -86,6 +86,8 @@ class Optimizer:
     def __init__(self, policy: Policy, options: OptimizeOptions) -> None:
         self.policy = policy
         self.options = options
+        if options.routing_replay:
+            policy.replay_routes()
         shared = not policy.checkpoint_layers and can_share_prompts(policy.base)
         chunk = head_chunk(policy.base)
         if options.value is not None and not chunk:

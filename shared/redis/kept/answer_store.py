@@ -104,6 +104,10 @@ class AnswerStore:
         await self._due.hasten(entry)
         return True
 
+    async def forget(self, keeper: str, name: str) -> bool:
+        """Delete an answer; False when it was not there. What a trainer has received of it stays there."""
+        return await self._things.forget(keeper, name)
+
     async def delivered(self, keeper: str, name: str) -> None:
         """Record that the answer has been put into the trainer's queue."""
         await self._things.put(keeper, name, {"delivered": 1}, "there")
