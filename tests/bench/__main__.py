@@ -22,6 +22,7 @@ MEASUREMENTS = {
     "learners": "16 learners of a training service at once over one with equal tokens; their memory",
     "trainers": "two processes that share one run's train steps over one",
     "federation": "two runs whose data stays apart, averaged every few steps, against one with all of it",
+    "model_switches": "a host that holds several models in turn: first tokens of cold ones, memory, other rows' gaps",
     "start": "from a worker's start until it is ready, has answered and is warm, without compiled kernels and with",
     "prefix": "a second request on a prefix, a group of samples, and prompts that share nothing",
     "turns": "a second turn of a chat over a cold prompt, for layers of each kind",
@@ -44,6 +45,7 @@ MEASUREMENTS = {
     "scale": "what one Redis carries of 1,000 workers and 100 apis, in slower time; the cost of each kind of work",
     "adapter_publish": "from a publish to the first token of the new version at each of 2 workers",
     "adapter_flight": "token frames while 100 MB of adapter are in flight",
+    "placement": "what many models on few machines serve in time, over all that is asked for, simulated",
     "splits": "regret of splits whose shares move, over fixed ones, simulated",
     "traces": "requests and streams with OpenTelemetry traces absent, off, on for one in ten, on for all",
 }

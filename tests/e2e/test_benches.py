@@ -204,6 +204,7 @@ SMALLEST = {
     "forced_calls": Smallest("--calls 2"),
     "learning": Smallest("--model models/tiny --seeds 0 --held-out 1", run=learning),
     "replay": Smallest("--sequences 2 --tokens 4"),
+    "model_switches": Smallest("--models 1 --switches 1 --pause-s 0 --tokens 0"),
     "start": Smallest("--starts 1 --warm-s 0"),
     "structured": Smallest("--rounds 1 --model models/tiny", {"ROWS": 2}),
     "traces": Smallest("--rounds 1 --requests 8 --streams 1", {"TOKENS": 4, "CALLS": 10, "sides": sides}),
