@@ -34,7 +34,7 @@ async def main() -> None:
     server = StdioServerParameters(command=sys.argv[1], args=sys.argv[2:])
     async with stdio_client(server) as streams, ClientSession(*streams) as session:
         await session.initialize()
-        tools = [
+        tools: list[Any] = [
             {
                 "type": "function",
                 "function": {
