@@ -199,6 +199,10 @@ async def test_the_next_message_is_judged_through_the_queue(redis_url: str, redi
         assert late.json()["status"] == "late"
         page = (await server.http.get("/dashboard/sessions/s")).text
         assert "next message: retry 1" in page and "reward 1, confidence 1" in page
+        await server.post("/v1/chat/completions", chat("a", "reply 1", "no, b", "reply 2", "c"), **named)
+        await collected(redis_url, 1)
+        (later,) = (await session(server, "s"))["turns"][2]["signals"]
+        assert later["text"] == "c", "the user had not left after all"
 
 
 async def test_an_agent_reports_tests_and_a_user_an_edit(keeping: Api, redis: Redis, redis_url: str) -> None:

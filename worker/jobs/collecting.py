@@ -321,6 +321,7 @@ def turn_of(name: str, live: LiveTrajectory, spec: SequenceSpec, place: EpisodeP
         created_ms=spec.enqueued_ms or live.collected_ms,
         model=live.model,
         policy=live.policy,
+        ended_ms=live.collected_ms,
         versions=tuple(dict.fromkeys(span.version for span in t.spans)),
         text=t.text[:MOST_TEXT],
         finish_reason=t.finish_reason,

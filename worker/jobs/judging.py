@@ -123,15 +123,16 @@ class Judging:
         if turn is None:  # deleted, or let go
             await self._due.done(entry)
             return
-        age_ms = time.time_ns() // 1_000_000 - turn.turn.created_ms
-        if not any(signal.kind == "next_message" for signal in episode.signals.get(name, ())):
+        age_ms = time.time_ns() // 1_000_000 - turn.turn.ended_ms
+        if not any(_says_more(signal) for signal in episode.signals.get(name, ())):
             signal = await self._next_message(turn.turn, turns, age_ms)
             if signal is None and age_ms < GIVEN_UP_MS and _following(turn.turn, turns):
                 await self._due.again([entry], AGAIN_MS)
                 return
             if signal is not None:
                 await episodes.signal(episodes_of(tenant), session, name, signal)
-                episode.signals.setdefault(name, []).append(signal)
+                others = [each for each in episode.signals.get(name, ()) if each.kind != "next_message"]
+                episode.signals[name] = [*others, signal]
         if age_ms < self._after_ms:
             await self._due.again([entry], self._after_ms - age_ms)
             return
@@ -187,6 +188,11 @@ def _rubric(judge: str) -> CheckedReward:
 
 def _labels(reward: Reward) -> dict[str, float]:
     return {label: round(reward.components.get(mark, 0.0), 4) for mark, label in MARKS.items()}
+
+
+def _says_more(signal: Signal) -> bool:
+    """True for what followed a turn; that nothing did holds only until something does."""
+    return signal.kind == "next_message" and "left" not in signal.labels
 
 
 def _following(turn: Turn, turns: Sequence[JoinedTurn]) -> Turn | None:
