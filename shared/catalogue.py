@@ -22,6 +22,13 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127})?"
 MOST_ENTRIES = 1024
 MOST_ALIASES = 32  # of one entry
 LONGEST_SOURCE = 1024
+# Flags of a worker that an entry may set: none that names a file, an address or code
+OPTIONS = (
+    "adapter-rank", "adapter-slots", "block-size", "dtype", "interactive-share", "kv-bits", "kv-group-size",
+    "kv-memory-gb", "max-batch-size", "max-context", "max-kv-size", "num-speculative-tokens", "prefill-batch-size",
+    "prefill-chunk", "prefix-cache-gb", "reasoning-format", "reserved-interactive-rows", "share-prompts", "spec-decode",
+    "tool-format", "warm-up",
+)  # fmt: skip
 
 HeldState = Literal["downloading", "loading", "ready", "unloading", "failed"]
 OrderKind = Literal["load", "unload"]
@@ -41,12 +48,12 @@ class CatalogueEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: int = 0  # of two models that want the same memory, the one with the higher number has it
     idle_s: float = 0.0  # after so long without a request it is unloaded; 0: the host's own default
     ranks: int = 1  # processes that hold it together; more than 1: a group serves it, and no host loads it
-    options: dict[str, str] = {}  # further flags of its worker, without dashes, such as {"kv-bits": "8"}
+    options: dict[str, str] = {}  # of OPTIONS, for its worker: {"kv-bits": "8"}
     added_ms: int = 0  # Unix time
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name, then its aliases."""
+        """All its names: first its own, then its aliases."""
         return (self.name, *self.aliases)
 
     def checked(self) -> "CatalogueEntry":
@@ -75,8 +82,11 @@ class CatalogueEntry(msgspec.Struct, frozen=True, omit_defaults=True):
             faults.append(("ranks", "ranks is a number of processes from 1 to 1024"))
         if abs(self.priority) > 1_000_000:
             faults.append(("priority", "priority is a whole number from -1000000 to 1000000"))
-        if not all(re.fullmatch(r"[a-z][a-z0-9-]{0,63}", flag) for flag in self.options):
-            faults.append(("options", "options are flags of mlx_parallm_worker without dashes, such as kv-bits"))
+        if unknown := sorted(set(self.options).difference(OPTIONS)):
+            known = ", ".join(OPTIONS)
+            faults.append(("options", f"'{unknown[0][:40]}' is not an option of a model; these are: {known}"))
+        if not all(re.fullmatch(r"[A-Za-z0-9._-]{1,64}", value) for value in self.options.values()):
+            faults.append(("options", "the value of an option has letters, digits, '.', '_' and '-'"))
         return faults
 
 
@@ -124,7 +134,7 @@ class HostStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelOrder(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an operator asks for; a host that has done it takes it off the list."""
+    """A load or an unload that an operator asks for; a host that has done it takes it off the list."""
 
     id: str
     kind: OrderKind
@@ -134,7 +144,7 @@ class ModelOrder(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelDemand(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What waits for one model of the catalogue, and runs on it."""
+    """Sequences that wait for one model of the catalogue, or run on it."""
 
     name: str
     # Sequences that no worker has, without those whose deadline has passed; with those whose worker has died

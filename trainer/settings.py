@@ -206,6 +206,11 @@ class TrainSettings(
         description="log-probabilities in the ratio's denominator: the sampler's or the trainer's; trainer with "
         "max_lag 0: runs repeat byte for byte",
     )
+    routing_replay: bool = Field(
+        default=False,
+        description="mixtures of experts: samples come with the experts that their tokens were computed with, and train"
+        " steps compute with the same ones",
+    )
     mask_overlong: bool = Field(default=True, description="leave samples that reach max_tokens out of the loss")
 
     lora_kind: LoraKind = Field(default="lora", description="kind of the adapter")
@@ -313,7 +318,8 @@ class TrainSettings(
 
     def sampling(self) -> SamplingOverrides:
         """How rollouts are drawn, and which log-probabilities the loss needs: those of what was drawn from."""
-        plain = SamplingOverrides(max_tokens=self.max_tokens, stop=self.stop)
+        routed = self.routing_replay
+        plain = SamplingOverrides(max_tokens=self.max_tokens, stop=self.stop, return_routed_experts=routed)
         drawn = SamplingOverrides(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -322,6 +328,7 @@ class TrainSettings(
             min_p=self.min_p,
             stop=self.stop,
             logprobs_mode="processed_logprobs",
+            return_routed_experts=routed,
         )
         return plain if drawing_of(drawn) is None else drawn
 
@@ -451,6 +458,7 @@ class TrainSettings(
             value=self.value_options(self.loss, self.learning_rate, self.advantage_scale),
             schedule=schedule,
             ratio=self.ratio,
+            routing_replay=self.routing_replay,
             minibatches=self.minibatches,
             epochs=self.update_epochs or 1,
             microbatch_tokens=self.microbatch_tokens,

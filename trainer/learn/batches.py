@@ -26,6 +26,7 @@ from shared.images.refs import ImageRef
 from shared.trajectories import Drawing, Trajectory
 from trainer.learn.drawing import DrawnRows, corrected, rows_of
 from trainer.learn.options import AdvantageScale
+from trainer.learn.routes import Routes, padded_routes
 from trainer.rollouts.groups import RolloutGroup, problem, usable
 
 STD_EPSILON = 1e-4
@@ -42,6 +43,7 @@ class Sample:
     policy_steps: tuple[int, ...]  # of each token: the policy step whose weights sampled it
     advantage: float  # its reward, where a value head predicts it
     drawn: Drawing | None = None  # what the policy's log-probabilities are computed with; None: temperature 1
+    routes: bytes = b""  # experts that the tokens were computed with; b"": not known
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Microbatch:
     positions: int  # padding left out
     tokens: int  # of completions
     drawn: DrawnRows | None = None  # None: all at temperature 1, unfiltered
+    routes_BTN: Routes | None = None  # experts that the tokens were computed with
     images: tuple[bytes, ...] = ()  # keys of those of all prompts, one prompt after another
     image_token: int = 0
 
@@ -272,6 +275,11 @@ def pad(groups: Sequence[SampleGroup], padding: Padding = PADDING) -> Microbatch
         advantage_B=np.array([*(sample.advantage for _, sample in rows), *[0.0] * more], np.float32),
         positions=sum(group.tokens for group in groups),
         tokens=sum(len(sample.completion_ids) for _, sample in rows),
+        routes_BTN=padded_routes(
+            [*(sample.routes for _, sample in rows), *[b""] * more],
+            [*(len(sample.completion_ids) for _, sample in rows), *[0] * more],
+            width,
+        ),
         drawn=rows_of([*(sample.drawn for _, sample in rows), *[None] * more]),
         images=tuple(image.key for group in groups for image in group.images),
         image_token=max(group.image_token for group in groups),
@@ -312,6 +320,7 @@ def _sample(trajectory: Trajectory, advantage: float, policy_steps: dict[str, in
         tuple(steps[: len(mask)]),
         advantage,
         corrected(trajectory),
+        trajectory.routes,
     )
 
 

@@ -106,6 +106,7 @@ class OptimizeOptions:
     value: ValueOptions | None = None  # with the loss "ppo"
     schedule: Schedule = field(default_factory=Schedule)
     ratio: RatioBase = "sampler"
+    routing_replay: bool = False  # compute with the experts that the sampler chose
     minibatches: int = 1
     epochs: int = 1
     microbatch_tokens: int = 8192

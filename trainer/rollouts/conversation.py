@@ -109,9 +109,17 @@ def joined(first: Trajectory, between: Sequence[int], second: Trajectory) -> Tra
         loss_mask=(*_own(first), *(0 for _ in between), *_own(second)),
         spans=tuple(spans),
         top_logprobs=(),
+        routes=_routes(first, len(between), second),
         seed=first.seed,
         metadata=first.metadata,
     )
+
+
+def _routes(first: Trajectory, between: int, second: Trajectory) -> bytes:
+    """Experts of all tokens; those of the ids between are not known. b"" when a turn has not named its own."""
+    if not (first.routes and second.routes):
+        return b""
+    return first.routes + b"\xff" * (between * (len(first.routes) // len(first.completion_ids))) + second.routes
 
 
 def _own(trajectory: Trajectory) -> tuple[int, ...]:

@@ -173,7 +173,7 @@ class Inbox:
             state.cursor, state.pending, state.consumed = self._own.cursor, self._own.pending(), self._own.consumed
             state.curriculum = self._own.curriculum_books()
         if self._live is not None:
-            state.taken = list(self._live.taken)
+            state.taken, state.live = list(self._live.taken), self._live.books
 
     async def saved(self) -> None:
         """A checkpoint with these books is on disk."""
@@ -262,7 +262,7 @@ def open_inbox(
         if parts.ring.live is None:
             raise SetupError(f"source {settings.source!r} needs a ring with live traffic")
         per_step, max_lag, deadline_s = settings.live_trajectories, settings.live_max_lag, settings.group_deadline_s
-        live = LiveCollector(parts.ring.live, per_step, max_lag, deadline_s, books.taken, live_watch)
+        live = LiveCollector(parts.ring.live, per_step, max_lag, deadline_s, books.taken, live_watch, books.live)
     return Inbox(own, live, parts.ring.mailbox, moved, (own_watch, live_watch))
 
 

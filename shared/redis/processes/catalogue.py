@@ -47,8 +47,8 @@ _status = msgspec.json.Decoder(HostStatus)
 _order = msgspec.json.Decoder(ModelOrder)
 
 
-class Beat(msgspec.Struct, frozen=True):
-    """Answer to a heartbeat."""
+class HostBeat(msgspec.Struct, frozen=True):
+    """Answer to a heartbeat of a host."""
 
     has_catalogue: bool  # False: Redis has lost it, and the host is to `offer` its models again
     lost: tuple[str, ...]  # models that it loads while another host has the lease: it is to stop
@@ -140,7 +140,7 @@ class CatalogueStore:
         )
 
     async def demand(self, models: RingModels) -> dict[str, ModelDemand]:
-        """What waits for each model of the catalogue and runs on it, in one round trip; its orders among it."""
+        """The demand for each model of the catalogue, with its orders, in one round trip."""
         places = ("-", keys.HANDED_BACK, keys.SUSPECTS)
         calls: list[tuple[list[str], list[Argument]]] = [
             (
@@ -166,14 +166,14 @@ class CatalogueStore:
 
     # -- hosts
 
-    async def beat(self, status: HostStatus) -> Beat:
+    async def beat(self, status: HostStatus) -> HostBeat:
         """Write a host's heartbeat; renews the leases of the models that it fetches or loads."""
         loads = [held.name for held in status.held if held.state in ("downloading", "loading")]
         names = [keys.host(status.id), keys.hosts(), keys.catalogue(), keys.model_aliases(), keys.model_figures()]
         names += [keys.model_loads(), *map(keys.loading, loads)]
         args: list[Argument] = [status.id, _encode(status), keys.HOST_TTL_S, HOSTS_TTL_S, keys.CATALOGUE_TTL_S]
         there, *lost = await _BEAT(self._redis, names, [*args, keys.LOAD_LEASE_MS, *loads])
-        return Beat(there == b"1", tuple(model.decode() for model in lost))
+        return HostBeat(there == b"1", tuple(model.decode() for model in lost))
 
     async def leave(self, host: str) -> None:
         """Remove a host that ends in an orderly way."""
