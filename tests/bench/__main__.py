@@ -29,6 +29,7 @@ MEASUREMENTS = {
     "agent_turns": "later turns of Claude Code, Codex and opencode over their first ones, as these have sent them",
     "disk": "a second turn after a restart, from disk; what running streams notice of reads and writes",
     "shared_prompts": "rows that store and read their prompt once, over copies: memory, steps, a job",
+    "group_training": "train steps of groups: a prompt with each sample, once and copied, once and read in place",
     "routing": "log-probabilities of sampler and trainer of a mixture of experts, with routing replay and without",
     "kv_bits": "KV in 8 and 4 bits: rows in the same memory, and decode speed over full precision",
     "speculation": "rows with drafts over rows without, by how often drafts are right",

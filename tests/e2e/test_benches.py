@@ -198,6 +198,7 @@ SMALLEST = {
         "--shape small --rows 2 --context 16 --job 1 16 2 20 --rounds 1 --steps 1",
         {**SHAPES, "SAMPLES": 4, "PROMPT": 256, "ANSWER": 64, "COPIES": 3},
     ),
+    "group_training": Smallest("--shape small --samples 2 --prompt 16 --completion 4 --rounds 1", SHAPES),
     "speculation": Smallest("--rows 2 --chances 1 --tokens 8 --context 8 --rounds 1", SHAPES),
     "splits": Smallest("--seeds 1"),
     "forced_calls": Smallest("--calls 2"),
