@@ -22,6 +22,7 @@ ImportanceLevel = Literal["token", "sequence"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 TrainMode = Literal["rl", "reward", "sft", "dpo", "distill", "ppo"]
 FEEDBACK = "feedback:"  # begins a data set that is no file
+SESSIONS = "sessions:"  # likewise, of stored sessions
 
 
 @dataclass(frozen=True)
@@ -291,6 +292,8 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
         if self.mode == "distill":
             self._check_teacher(connect_to)
         self._check_feedback(feedback_policy(dataset), connect_to)
+        if (policy := sessions_policy(dataset)) is not None:
+            self._check_asked(f"--dataset {SESSIONS}{policy}", policy, "distill", connect_to)
         try:
             check_heads({self.head or REWARD: HeadSpec("scalar")})
         except ValueError as error:
@@ -307,9 +310,13 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
             if "feedback_max_age_days" in self._changed():
                 raise SetupError("--feedback-max-age-days goes with --dataset feedback:POLICY")
             return
-        asked = f"--dataset {FEEDBACK}{policy}"
-        if self.mode != "dpo":
-            raise SetupError(f"{asked}: preferences are for --mode dpo")
+        self._check_asked(f"--dataset {FEEDBACK}{policy}", policy, "dpo", connect_to)
+
+    def _check_asked(self, asked: str, policy: str, mode: TrainMode, connect_to: str) -> None:
+        """SetupError unless a data set that a ring's api has can be asked for."""
+        if self.mode != mode:
+            what = "preferences are" if mode == "dpo" else "what sessions teach is"
+            raise SetupError(f"{asked}: {what} for --mode {mode}")
         if not _is_api(connect_to):
             raise SetupError(f"{asked} is read through an api: give --connect-to HOST:PORT")
         try:
@@ -331,6 +338,12 @@ def feedback_policy(dataset: Path | None) -> str | None:
     """The policy whose users' preferences are the data set; None: it is a file."""
     given = str(dataset or "")
     return given.removeprefix(FEEDBACK) if given.startswith(FEEDBACK) else None
+
+
+def sessions_policy(dataset: Path | None) -> str | None:
+    """The policy whose stored sessions are the data set; None: it is a file."""
+    given = str(dataset or "")
+    return given.removeprefix(SESSIONS) if given.startswith(SESSIONS) else None
 
 
 _TUNING = {"chat_template_kwargs", "start_from"}
