@@ -46,12 +46,12 @@ from api.openai import (
 from api.openai.responses import compaction, conversations
 from api.openai.responses import routes as responses
 from api.openai.responses.background import BackgroundWork
-from api.ops import dashboard, deadletters, health, metrics, pause, prefix_cache, server_info, snapshot
+from api.ops import catalogue, dashboard, deadletters, health, metrics, pause, prefix_cache, server_info, snapshot
 from api.ops import ring_address as address
 from api.ops.history_sampler import sample_forever
 from api.ops.snapshot import Snapshots
 from api.ring.ring import Ring
-from api.rl import act, feedback, generate, predict, replay, rewards, tokenize
+from api.rl import act, episodes, feedback, generate, predict, replay, rewards, tokenize
 from api.tenants import keep_apart
 from api.tinker import checkpoints as tinker_checkpoints
 from api.tinker import downloads as tinker_downloads
@@ -124,9 +124,10 @@ ROUTED = (
         rewards,
         replay,
         feedback,
+        episodes,
     ),
     *(tinker_sessions, tinker_training, tinker_sampling, tinker_futures, tinker_checkpoints, tinker_downloads),
-    *(health, deadletters, metrics, snapshot, dashboard),
+    *(health, catalogue, deadletters, metrics, snapshot, dashboard),
 )
 
 

@@ -172,6 +172,9 @@ RULES: dict[str, Rule] = {
     "GET /v1/training/trajectories": WORK,
     "POST /v1/feedback": WORK,  # answers are found under the asker's own tenant alone
     "GET /v1/feedback": LIST,
+    "GET /v1/sessions": LIST,
+    "GET /v1/sessions/{session_id}": WORK,  # under the asker's own tenant alone
+    "DELETE /v1/sessions/{session_id}": WORK,
     "PUT /v1/trainers/{policy}": MAKE_POLICY,
     "DELETE /v1/trainers/{policy}": CHANGE_POLICY,
     "POST /v1/trainers/{policy}/alerts": CHANGE_POLICY,
@@ -237,6 +240,11 @@ RULES: dict[str, Rule] = {
     "GET /is_paused": NOTHING,
     "POST /pause": ADMIN,
     "POST /resume": ADMIN,
+    "POST /v1/models": ADMIN,
+    "PATCH /v1/models/{name:path}": ADMIN,
+    "DELETE /v1/models/{name:path}": ADMIN,
+    "POST /v1/models/load": ADMIN,
+    "POST /v1/models/unload": ADMIN,
     "GET /v1/ring": ADMIN,
     "GET /v1/ring/snapshot": ADMIN,
     "GET /v1/deadletters": LIST,

@@ -6,12 +6,15 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     frames.py        token events, and the frames that carry them
     token_events.py  taking token events apart and putting them together
     jobs.py          a job that is submitted and polled
+    episodes.py      turns of a conversation, and how they follow one another
+    signals.py       what shows how good a turn was, and the reward that it comes to
     trajectories.py  what a rollout leaves behind
     replay.py        verdicts on tokens that were computed again
     adapters.py      an adapter version
     splits.py        an adapter's requests over several versions: shares and the verdict
     heads.py         small networks on hidden states
     training.py      what a trainer tells, is asked and answers
+    catalogue.py     models that a ring may serve, and the hosts that load them
     ranks.py         the processes that hold one model together
     learners.py      what is asked of a learner of the training service, and its answers
     errors.py        every error, with its HTTP status

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from shared.adapters import LoraKind
 from shared.errors import InvalidRequestError
 from shared.images.refs import ImageRef
+from shared.machine.status import MachineStatus
 
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
 ValueType = Literal["float32", "int64"]
@@ -252,6 +253,7 @@ class ServiceCard(msgspec.Struct, frozen=True, kw_only=True):
     max_learners: int
     learners: int = 0  # in its memory
     sees: bool = False  # learns from images, too
+    machine: MachineStatus = MachineStatus()  # its memory; of a service inside a worker, the worker's
 
 
 def checked(request: PassRequest, vocabulary: int, context: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from shared.episodes import EpisodePlace
 from shared.errors import IncompatibleVersionError, TokenOutOfRangeError, UnreadableMessageError
 from shared.frames import Finish, TokenLogprobs, VersionSpan
 from shared.heads import HeadSpec
@@ -72,6 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     prompt_logprobs_last: int = 0  # those of so many tokens at the prompt's end alone; 0: of all
     # With prompt_logprobs, of each prompt token but the first: tokens whose log-probability there is wanted, too
     prompt_named: tuple[tuple[int, ...], ...] = ()
+    return_routed_experts: bool = False  # those that a mixture of experts computed each completion token with
     prompt_draws: int = 0  # with prompt_logprobs: so many tokens are drawn in the place of each, too, by temperature
 
 
@@ -89,6 +91,8 @@ class Collection(msgspec.Struct, frozen=True, omit_defaults=True):
     answer_ttl_s: int = 0  # for so long it waits
     answers_bytes: int = 0  # that such answers of one tenant may have
     arm: Arm | None = None  # the version that a split has chosen, which its reward counts for
+    place: EpisodePlace | None = None  # in its episode
+    judged: bool = False  # what its user writes next may be judged
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -169,6 +173,7 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
     embedding: bytes = b""  # kind "embed", or what a head gives: fp32, little-endian; what a network gives: tensors
     timings: Timings = Timings()
     schema: int = OLDEST  # `encode` writes ours
+    routes: bytes = b""  # of each completion token, where the spec asks for them: TokenEvent.routes
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -204,6 +209,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     heads: dict[str, HeadSpec] = {}  # of its own
     shows_states: bool = True  # hidden states; False: it is known that it shows none
     vision: VisionSpec | None = None  # what it does with images; None: it takes none
+    kv_state_bytes: int = 0  # of a row's recurrent states, which take as much at any length
 
     @property
     def head_inputs(self) -> int | None:

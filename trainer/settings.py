@@ -6,7 +6,7 @@ The defaults are for real models. `trainer/recipes/` holds settings for the tiny
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, SecretStr
+from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, field_validator
 
 from shared.adapters import LoraKind, check_name
 from shared.errors import InvalidRequestError, SetupError
@@ -18,6 +18,7 @@ from shared.process.process_settings import JoinSettings
 from shared.rewards.model_kinds import OWN_VARIABLES
 from shared.trajectories import drawing_of
 from trainer.learn.gate import GateSettings
+from trainer.learn.learn_when import FORMS, LearnWhen
 from trainer.learn.options import (
     CLIP_RANGES,
     AdapterShape,
@@ -30,6 +31,7 @@ from trainer.learn.options import (
     RatioBase,
     Schedule,
     ScheduleName,
+    TeachingOptions,
 )
 from trainer.loggers.choice import LoggerSettings
 from trainer.rollouts.atropos import Registration
@@ -87,6 +89,11 @@ class TrainSettings(
         default=Path(".parallm/train"), description="folder of checkpoints, metrics and rejected versions"
     )
     seed: int = Field(default=0, ge=0, description="seed of tasks, samples and the adapter's first weights")
+
+    learn_when: str = Field(
+        default="",
+        description=f"conditions that all must hold, or training waits: {FORMS} (local time), separated by commas",
+    )
 
     task: str = Field(
         default="arithmetic",
@@ -200,6 +207,11 @@ class TrainSettings(
         description="log-probabilities in the ratio's denominator: the sampler's or the trainer's; trainer with "
         "max_lag 0: runs repeat byte for byte",
     )
+    routing_replay: bool = Field(
+        default=False,
+        description="mixtures of experts: samples come with the experts that their tokens were computed with, and train"
+        " steps compute with the same ones",
+    )
     mask_overlong: bool = Field(default=True, description="leave samples that reach max_tokens out of the loss")
 
     lora_kind: LoraKind = Field(default="lora", description="kind of the adapter")
@@ -307,7 +319,8 @@ class TrainSettings(
 
     def sampling(self) -> SamplingOverrides:
         """How rollouts are drawn, and which log-probabilities the loss needs: those of what was drawn from."""
-        plain = SamplingOverrides(max_tokens=self.max_tokens, stop=self.stop)
+        routed = self.routing_replay
+        plain = SamplingOverrides(max_tokens=self.max_tokens, stop=self.stop, return_routed_experts=routed)
         drawn = SamplingOverrides(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -316,8 +329,20 @@ class TrainSettings(
             min_p=self.min_p,
             stop=self.stop,
             logprobs_mode="processed_logprobs",
+            return_routed_experts=routed,
         )
         return plain if drawing_of(drawn) is None else drawn
+
+    @field_validator("learn_when")
+    @classmethod
+    def _known_conditions(cls, text: str) -> str:
+        LearnWhen.parse(text)
+        return text
+
+    @property
+    def conditions(self) -> LearnWhen:
+        """The conditions of --learn-when."""
+        return LearnWhen.parse(self.learn_when)
 
     def check(self) -> None:
         """SetupError when settings contradict each other: before a model is loaded, not after."""
@@ -336,12 +361,14 @@ class TrainSettings(
                 raise SetupError(f"{flag}: {error}") from error
         if wrong := sorted(self.chat_template_kwargs.keys() & OWN_VARIABLES):
             raise SetupError(f"--chat-template-kwargs: {wrong[0]!r} is not a template variable of its own")
+        self._check_learn_when()
         self.check_learner(self.over_http)
         shared = {*JoinSettings.model_fields, *TrainerGroupSettings.model_fields}
         self.check_mode(shared, self.dataset, self.connect_to, self.loss)
         if self.mode == "rl":
             self.check_loss(self.loss, self.group_size, self.advantage_scale)
             self._check_tasks()
+            self._check_teaching()
             self.check_held_out()
             self.check_curriculum(self.task, self.source, self.atropos_url)
         self.check_loggers()
@@ -349,6 +376,18 @@ class TrainSettings(
             self.optimize_options()
         except ValueError as error:
             raise SetupError(f"bad settings: {error}") from error
+
+    def _check_learn_when(self) -> None:
+        elsewhere = {
+            "--learner": self.learner != "own",
+            "--join-run": bool(self.join_run),
+            "--agents": self.agents is not None,
+            "--num-local-ranks": self.num_local_ranks > 1,
+            "--distributed-hostfile": bool(self.distributed_hostfile),
+            "--mode ppo": self.mode == "ppo",
+        }
+        for flag in (flag for flag, given in elsewhere.items() if given and self.conditions):
+            raise SetupError(f"--learn-when holds the work of one process that trains by itself: leave out {flag}")
 
     def _check_tasks(self) -> None:
         """Nothing that is given for one kind of task is left out in silence because the run has another kind."""
@@ -369,6 +408,19 @@ class TrainSettings(
             if name == "task_count":
                 need = "--task arithmetic, jsonl or gsm8k, or a --curriculum"
             raise SetupError(f"--{name.replace('_', '-')} has no use with --task {self.task}: it goes with {need}")
+
+    def _check_teaching(self) -> None:
+        if not self.teacher:
+            for name in ("teacher_coefficient", "reward_coefficient"):
+                if getattr(self, name) != 1:
+                    raise SetupError(f"--{name.replace('_', '-')} goes with a --teacher")
+            return
+        if self.loss in ("ppo", "gspo"):
+            raise SetupError(f"--teacher gives each token an advantage, which --loss {self.loss} has no use for")
+        if self.over_http or self.atropos_url or self.source != "prompts":
+            raise SetupError("--teacher scores samples of the run's own prompts, over the ring's Redis")
+        if drawing_of(self.sampling()) is not None:
+            raise SetupError("--teacher compares the models' own probabilities: leave temperature 1, without filters")
 
     def cautions(self) -> list[str]:
         """Warnings of settings that are allowed and seldom meant, for the log."""
@@ -421,6 +473,8 @@ class TrainSettings(
             value=self.value_options(self.loss, self.learning_rate, self.advantage_scale),
             schedule=schedule,
             ratio=self.ratio,
+            teaching=TeachingOptions(self.teacher_coefficient, self.reward_coefficient),
+            routing_replay=self.routing_replay,
             minibatches=self.minibatches,
             epochs=self.update_epochs or 1,
             microbatch_tokens=self.microbatch_tokens,

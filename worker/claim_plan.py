@@ -31,6 +31,7 @@ class SchedulerState:
     max_rows: int
     kv_tokens_free: int
     kv_window: int = 0  # positions that a row holds at most; 0: all
+    kv_state: int = 0  # positions that take as much memory as a row's recurrent states
 
     @property
     def rows(self) -> int:
@@ -41,7 +42,8 @@ class SchedulerState:
         """A claim of `rows` sequences within the KV that is free."""
         kv_tokens = max(0, self.kv_tokens_free)
         is_empty = self.rows == 0
-        return ClaimPlan(rows, interactive_first, batch_first, batch_max, kv_tokens, is_empty, self.kv_window)
+        bounds = self.kv_window, self.kv_state
+        return ClaimPlan(rows, interactive_first, batch_first, batch_max, kv_tokens, is_empty, *bounds)
 
 
 NOTHING = ClaimPlan(0, 0, 0, 0, 0, worker_is_empty=False)
@@ -73,6 +75,7 @@ def claim_plan(
         max_rows=most_rows,
         kv_tokens_free=(kv_limit_bytes - reserved.least_bytes) // token_bytes,
         kv_window=card.kv_window,
+        kv_state=-(-card.kv_state_bytes // token_bytes),
     )
     classes = ClassShares(settings.interactive_share, settings.reserved_interactive_rows)
     return (plan_room if full else plan_claims)(state, classes)

@@ -255,7 +255,8 @@ class MessagesRequest(DrawFields, PromptedFields):
     stream: bool | None = False
     stop_sequences: list[str] | None = None
     metadata: dict[str, Any] | None = Field(
-        default=None, description="`user_id` stays with its choice of an adapter split; nothing else is used or stored"
+        default=None,
+        description="`user_id` stays with its choice of an adapter split, and may name a session; nothing else is used",
     )
     service_tier: Literal["auto", "standard_only"] | None = Field(default=None, description="there is one tier")
     diagnostics: dict[str, Any] | None = Field(default=None, description="answered with `unavailable`")
@@ -279,4 +280,5 @@ class MessagesRequest(DrawFields, PromptedFields):
     def _fields(self, template: str) -> dict[str, Any]:
         same = self.model_dump(mode="json", by_alias=True, exclude_unset=True, include=_SAME)
         chat = {**same, **super()._fields(template), "max_tokens": max(1, self.max_tokens)}
+        chat.setdefault("user", self.session or None)
         return {**chat, "stop": self.stop_sequences, "include_reasoning": self.shows_thinking}

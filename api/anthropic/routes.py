@@ -1,11 +1,9 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's way to ask, answered as a chat."""
 
-import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -14,7 +12,7 @@ from starlette.responses import Response
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.message import PING, MessageWriter, lines, to_bytes
 from api.anthropic.planning import NAMES, chat_of, plan_message, prepare_message
-from api.generation.running import Generation, by_choice, gather_all
+from api.generation.running import SILENCE_S, Generation, by_choice, gather_all
 from api.generation.target import find_job_target, target_of
 from api.http.anthropic_errors import AnthropicError, anthropic_error
 from api.http.bodies import LONG_BYTES, BodyRoute
@@ -25,9 +23,8 @@ from api.openai.replies import stream_failure, written
 from api.ring.ring import TheRing
 
 router = APIRouter(tags=["anthropic"], route_class=BodyRoute)
-T = TypeVar("T")
 
-PING_EVERY_S = 10.0  # of silence: a long prompt is read, or a call is held back until it is whole
+PING_EVERY_S = SILENCE_S  # a long prompt is read, or a call is held back until it is whole
 
 
 def described(ok: str) -> dict[int | str, dict[str, Any]]:
@@ -105,27 +102,14 @@ async def _events(generation: Generation, writer: MessageWriter, request_id: str
         yield writer.start()
         said = time.monotonic()
         try:
-            async with contextlib.aclosing(_with_silence(generation.batches())) as batches:
-                async for events in batches:
-                    out = [event for _, new in by_choice(events or []) for event in writer.take(new)]
-                    if out or events is None or time.monotonic() - said >= PING_EVERY_S:
-                        said = time.monotonic()
-                        yield lines(out) or PING
+            async for events in generation.batches():
+                out = [event for _, new in by_choice(events) for event in writer.take(new)]
+                silence_s = time.monotonic() - said
+                if out or generation.comment or silence_s >= PING_EVERY_S:
+                    said = time.monotonic()
+                    yield lines(out) or generation.comment or PING
             yield writer.last()
         except Exception as error:
             yield to_bytes(anthropic_error(stream_failure(error, writer.id), request_id), "error")
     finally:
         generation.close()
-
-
-async def _with_silence(batches: AsyncIterator[T]) -> AsyncGenerator[T | None, None]:
-    """The same, with None for each PING_EVERY_S that the first takes: the others follow each other closely."""
-    first = asyncio.ensure_future(anext(batches, None))
-    try:
-        while not (await asyncio.wait({first}, timeout=PING_EVERY_S))[0]:
-            yield None
-        yield first.result()
-        async for batch in batches:
-            yield batch
-    finally:
-        first.cancel()

@@ -6,7 +6,7 @@ own, such as those that read batches, have no client; they act for the tenant wh
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -21,6 +21,17 @@ from shared.sequences import SequenceClass
 T = TypeVar("T")
 
 NO_CACHE = "x-parallm-no-cache"
+SESSION_HEADERS = (  # of clients, the surest first; each carries the id of one conversation
+    "x-session-id",
+    "x-claude-code-session-id",
+    "x-opencode-session",
+    "x-session-affinity",
+    "session_id",  # Codex
+    "session-id",
+    "conversation_id",
+    "x-task-id",  # Cline
+    "x-litellm-session-id",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,7 @@ class ApiKey:
     tenant: str = ""  # who owns what it makes; "": there are no tenants, or it is an admin's
     admin: bool = False
     feedback: bool = True  # whether answers to it may be kept for feedback
+    learn: bool = False  # whether the messages that follow these answers may be judged and learned from
 
     @property
     def apart(self) -> bool:
@@ -91,6 +103,20 @@ no_cache: ContextVar[str] = ContextVar("no_cache", default="")
 """The request's header of this name; "" without one."""
 
 
+named_session: ContextVar[str] = ContextVar("named_session", default="")
+"""The session that a header of the request names; "" without one."""
+
+
+def session_in(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The session that the surest of SESSION_HEADERS names, cut to what an id may have."""
+    found = {name: value for name, value in headers if name in _SESSION_HEADERS}
+    value = next((found[name] for name in _SESSION_HEADERS if found.get(name)), b"")
+    return value[:512].decode("latin-1").strip()
+
+
+_SESSION_HEADERS = tuple(name.encode() for name in SESSION_HEADERS)
+
+
 def may_cache() -> bool:
     """False if the request's header asks that nothing of it be cached; InvalidRequestError for an unknown value."""
     asked = no_cache.get().strip().lower()
@@ -103,6 +129,12 @@ def may_record() -> bool:
     """False if this task's request has a key whose answers may not be stored."""
     key = calling.get()
     return key is None or key.feedback
+
+
+def may_judge() -> bool:
+    """True if the messages after this task's answers may be judged: the key says so, or the server has no keys."""
+    key = calling.get()
+    return key is None or key.learn
 
 
 def asking() -> str:

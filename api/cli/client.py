@@ -70,6 +70,13 @@ class ModelInfo(msgspec.Struct, frozen=True):
     parent: str | None = None  # of an adapter: its base model
     max_model_len: int = 0  # tokens of its context
     context_length: int = 0  # the same, or less where no worker's memory holds so much; 0: an older server
+    root: str = ""  # of an alias: the model that it stands for
+    state: str = "ready"  # of a model of the catalogue: whether it is loaded
+
+    @property
+    def is_base(self) -> bool:
+        """True for a model by its own name; False for an adapter or an alias."""
+        return not self.parent and self.root in ("", self.id)
 
 
 class GeneratedText(msgspec.Struct, frozen=True):
@@ -303,7 +310,7 @@ class InferenceClient:
 
     async def only_model(self) -> str:
         """The model that is served; RequestFailedError when that is not one."""
-        names = [model.id for model in await self.models() if not model.parent]
+        names = [model.id for model in await self.models() if model.is_base]
         if len(names) != 1:
             raise RequestFailedError(f"say which model: {', '.join(names) or 'none'} is served")
         return names[0]

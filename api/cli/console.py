@@ -66,7 +66,7 @@ def fail(message: str, code: int) -> NoReturn:
 
 async def only_model(client: InferenceClient) -> str:
     """The model that is served; exit code 2 when that is not one."""
-    names = [model.id for model in await client.models() if not model.parent]
+    names = [model.id for model in await client.models() if model.is_base]
     if len(names) != 1:
         fail(f"give --model: {', '.join(names) or 'no model'} is served", 2)
     return names[0]

@@ -24,6 +24,7 @@ from api.cli import (
     key,
     launch,
     mcp_server,
+    models,
     replay,
     top,
 )
@@ -41,7 +42,6 @@ from api.cli.console import (
     fail,
     only_model,
     open_input,
-    out,
     output,
     plain,
     print_json,
@@ -59,6 +59,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(deadletters.app, name="deadletters")
 app.add_typer(key.app, name="key")
+app.add_typer(models.app, name="models")
 app.command("top")(top.top)
 app.command("bench")(bench.bench)
 app.command("chat")(chat.chat)
@@ -200,17 +201,6 @@ def cancel(job_id: str, url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: J
 
     status = ask(url, api_key, run, PATIENCE_S)
     show_text(status, as_json, _summary(status))
-
-
-@app.command()
-def models(url: Url = DEFAULT_URL, api_key: ApiKey = "", as_json: Json = False) -> None:
-    """List the models and adapters that requests may name."""
-    served = ask(url, api_key, lambda client: client.models())
-    if as_json:
-        return print_json(served)
-    for model in served:
-        out.print(model.id)
-    return None
 
 
 @app.command()

@@ -4,15 +4,19 @@ Checked at admission, so that an unknown scoring function or a missing reference
 hole in the training data later.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from api.callers.caller import asker, key_name, may_record
+from api.callers.caller import asker, key_name, may_judge, may_record, named_session
+from api.callers.fair_pool import LARGE_CHARS, LARGE_COUNT, aside
 from api.generation.sampling import SamplingFields
 from api.generation.target import Target
 from api.ring.ring import Ring
 from shared.adapters import AdapterRef, unknown_adapter
+from shared.episodes import EpisodePlace, PlainMessage, place_of, session_id
 from shared.errors import InvalidRequestError, ParallmError
 from shared.jobs import RewardSpec
 from shared.rewards.kinds import CheckedReward, check
@@ -54,8 +58,13 @@ async def collection_of(ring: Ring, body: SamplingFields, target: Target, prompt
     )
 
 
-async def collection_for_feedback(ring: Ring, target: Target, answer: str, samples: int) -> Collection | None:
-    """How an answer is kept for a verdict in retrospect; None when it is not, by the server's or the key's setting."""
+async def collection_for_feedback(
+    ring: Ring, body: SamplingFields, target: Target, answer: str, chat: Sequence[PlainMessage]
+) -> Collection | None:
+    """How an answer is kept for a verdict in retrospect; None when it is not, by the server's or the key's setting.
+
+    `chat`: messages of the request, by which it finds its place in an episode.
+    """
     settings = ring.settings
     if not settings.feedback_ttl_s or not may_record():
         return None
@@ -64,12 +73,25 @@ async def collection_for_feedback(ring: Ring, target: Target, answer: str, sampl
         return None
     return Collection(
         policy=policy,
-        samples=samples,
+        samples=body.n or 1,
         answer=answer,
         answer_ttl_s=settings.feedback_ttl_s,
         answers_bytes=settings.feedback_store_mb << 20,
         arm=target.choice.arm if target.choice else None,
+        place=await _place(body, chat),
+        judged=may_judge(),
     )
+
+
+async def _place(body: SamplingFields, chat: Sequence[PlainMessage]) -> EpisodePlace | None:
+    """The request's place in its episode; None for a prompt without messages whose client names no session."""
+    session = session_id(named_session.get(), body.session, body.cache_key)
+    if not chat:
+        return EpisodePlace(session, user=body.session[:128]) if session else None
+    work = partial(place_of, chat, session=session, user=body.session, owner=key_name())
+    chars = sum(len(message.text) + sum(len(arguments) for _, arguments in message.calls) for message in chat)
+    large = len(chat) > LARGE_COUNT or chars > LARGE_CHARS
+    return await aside(work) if large else work()
 
 
 def _policy(ring: Ring, target: Target) -> str:

@@ -27,6 +27,7 @@ from api.generation.sampling import (
 from api.generation.sequences import UNSAMPLED, Sequences
 from api.generation.target import Target
 from api.ring.ring import Ring
+from shared.episodes import PlainMessage
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
@@ -63,6 +64,7 @@ class PreparedRequest:
     split: SplitPlan | None = None
     prediction: tuple[int, ...] = ()  # what the client expects of the completion
     images: tuple[ImageRef, ...] = ()  # of the one prompt
+    messages: Sequence[PlainMessage] = ()  # that the prompt was made of
 
 
 async def plan(ring: Ring, body: SamplingFields, target: Target, prepared: PreparedRequest) -> RequestPlan:
@@ -79,7 +81,7 @@ async def plan(ring: Ring, body: SamplingFields, target: Target, prepared: Prepa
             )
     elif body.collect_trajectory is None and spec.kind == "generate" and not spec.images:
         answer = sequences.name or spec.id.partition("-")[2]
-        collect = await collection_for_feedback(ring, target, answer, sequences.n)
+        collect = await collection_for_feedback(ring, body, target, answer, prepared.messages)
         sampling = sampling if collect is None else for_a_trainer(body, sampling)
     if sampling.grammar:
         try:

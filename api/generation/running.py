@@ -7,6 +7,7 @@ while it lasts.
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any
@@ -40,6 +41,8 @@ log = structlog.get_logger()
 PIN_S = 3600.0  # of the adapter version of a request without a deadline, at most
 DEADLINE_GRACE_S = 2.0  # the worker enforces the deadline; without a worker we do, this much later
 _TOO_LATE = "the deadline passed before the request was complete"
+SILENCE_S = 10.0  # without an event, after which `batches` yields an empty batch: clients are to hear something
+LOOK_S = 1.0  # the same while the model is loaded
 PART = 256  # events that are handed on at once
 LARGE_SIZE = 4096  # of events: from here on writing them takes some 10 ms
 _settling: set["asyncio.Task[None]"] = set()
@@ -58,6 +61,7 @@ class Generation:
         self._kind: SequenceClass = "interactive"
         self._seqs = seqs
         self._history: Events = []
+        self.waiting_for = ""  # what it waits for while no worker serves its model, such as "loading 43%"
         self._places: list[int] = []  # of a resumed request: where the sequences of the feed stand among all
         self.unfinished = dict.fromkeys(seqs)
         self._feed: TokenFeed | None = None
@@ -128,13 +132,16 @@ class Generation:
         return generation
 
     async def batches(self) -> AsyncIterator[Events]:
-        """All events that are ready, again and again until every sequence has finished.
+        """All events that are ready, again and again until every sequence has finished; none of them after a silence.
 
-        Raises what ended a sequence before its time: its deadline, a cancellation, an error of the engine.
+        Raises what ended a sequence before its time: its deadline, a cancellation, an error of the engine, a model that
+        no host can load.
         """
         events, self._history = self._history, []
         while events or self.unfinished:
             events = self._checked(events or await self._next())
+            if not events and self.unfinished:
+                yield events
             for at, part in enumerate(_parts(events)):
                 if at:  # of a slow client, or of one that has come back: others' tokens go in between
                     await asyncio.sleep(0)
@@ -152,21 +159,32 @@ class Generation:
         return events
 
     async def _next(self) -> Events:
+        """The next events; none after a silence, when it has been found out what is waited for."""
         assert self._feed is not None, "read before start"
         deadlines = [at for at in (self._deadline_ms, self._first_deadline_ms) if at]
-        if not deadlines:
-            return self._placed(await self._feed.next())
-        left_s = min(deadlines) / 1000 - time.time() + DEADLINE_GRACE_S
+        left_s = min(deadlines) / 1000 - time.time() + DEADLINE_GRACE_S if deadlines else math.inf
+        is_cold = self.waiting_for or not self._ring.serving(self._model)
+        silence_s = LOOK_S if is_cold else SILENCE_S
         try:
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout(min(left_s, silence_s)):
                 events = await self._feed.next()
         except TimeoutError:
+            if left_s > silence_s:
+                self.waiting_for = await self._ring.waiting_for(self._model)
+                return []
             self._note("deadline")
             self._count_first("missed")
             raise DeadlineExceededError(_TOO_LATE) from None
-        in_time = not _expired(events) and time.time() * 1000 <= self._first_deadline_ms
-        self._count_first("kept" if in_time else "missed")
+        self.waiting_for = ""
+        if self._first_deadline_ms:
+            in_time = not _expired(events) and time.time() * 1000 <= self._first_deadline_ms
+            self._count_first("kept" if in_time else "missed")
         return self._placed(events)
+
+    @property
+    def comment(self) -> bytes:
+        """SSE comment about what is waited for; b"": nothing."""
+        return b": %s\n\n" % self.waiting_for.encode() if self.waiting_for else b""
 
     def _placed(self, events: Events) -> Events:
         return [(self._places[i], event) for i, event in events] if self._places else events

@@ -75,6 +75,11 @@ class TargetFields(RequestModel):
         return self.user or ""
 
     @property
+    def cache_key(self) -> str:
+        """OpenAI's `prompt_cache_key`, of the requests that have one."""
+        return getattr(self, "prompt_cache_key", None) or ""
+
+    @property
     def opening(self) -> str:
         """Text that all turns of a conversation begin with: where rings share a model, such turns go to one of them;
         "": nothing."""
@@ -170,6 +175,8 @@ async def find_job_target(ring: Ring, model: str | None, adapter: str, policy: A
     ring, model, adapter = await ring_for(ring, model, adapter)
     model = await meant(ring, model)
     base, reference = await _parted(ring, model, adapter)
+    if base:
+        await ring.check_size(base)
     if not reference:
         return JobTarget(ring, (await ring.known(base))[0] if base else (await ring.served(None)).card)
     choices = (await _parsed(ring, reference, adapter)).choices
@@ -190,7 +197,9 @@ async def find_job_target(ring: Ring, model: str | None, adapter: str, policy: A
 async def meant(ring: Ring, model: str | None) -> str | None:
     """The model or adapter that a request's `model` stands for: itself, unless it is only an alias."""
     alias = None if model is None else meant_by(model, ring.settings.model_alias)
-    if model is None or alias is None or await ring.card(model) is not None or await _is_adapter(ring, model):
+    if model is None or alias is None or await ring.card(model) is not None or ring.models.named(model) is not None:
+        return model
+    if await _is_adapter(ring, model):
         return model
     return alias
 
@@ -212,6 +221,9 @@ async def card_of_base(ring: Ring, base_sha256: str) -> ModelCard:
     for card in cards:
         if card.base_sha256 == base_sha256:
             return card
+    for entry in ring.models.entries.values():
+        if entry.sha256 == base_sha256 and (cold := await ring.card(entry.name)) is not None:
+            return cold
     raise ConflictError(f"no model that was ever served here is the adapter's base ({base_sha256[:12]})")
 
 
@@ -225,7 +237,7 @@ def check_base(manifest: AdapterManifest, card: ModelCard) -> None:
 
 async def _parted(ring: Ring, model: str | None, adapter: str) -> tuple[str | None, str]:
     """(model, adapter reference): `model` may be either."""
-    if model is None or await ring.card(model) is not None:
+    if model is None or await ring.card(model) is not None or ring.models.named(model) is not None:
         return model, adapter
     if not adapter:
         return None, model
@@ -246,7 +258,8 @@ async def _parsed(ring: Ring, reference: str, adapter: str) -> AdapterRef:
 
 async def _unknown(ring: Ring, name: object) -> UnknownModelError:
     await ring.live_models()
-    served = ", ".join(sorted(ring.home.all_models_seen)) or "none"
+    cold = [each.full_name(model) for each in ring.home.all for model in each.models.entries]
+    served = ", ".join(sorted({*ring.home.all_models_seen, *cold})) or "none"
     return UnknownModelError(
         f"model '{name}' does not exist, nor an adapter of this name; served: {served}", param="model"
     )
@@ -303,4 +316,7 @@ async def _live_base(ring: Ring, manifest: AdapterManifest) -> str | None:
     for card in (await ring.live_models()).values():
         if card.base_sha256 == manifest.base_sha256:
             return card.name
+    for entry in ring.models.entries.values():
+        if entry.sha256 == manifest.base_sha256:
+            return entry.name
     raise ServiceUnavailableError(f"no live worker serves the base model of adapter {manifest.id} at the moment")

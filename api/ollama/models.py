@@ -68,7 +68,7 @@ async def tags(ring: TheRing) -> Response:
 
 @router.get("/api/ps", summary="List running models (Ollama)", responses=error_responses(ok="Models and adapters"))
 async def running(ring: TheRing) -> Response:
-    """The same: a model is served as long as a worker of it lives."""
+    """The models and adapters that a worker serves now."""
     until = rfc3339((datetime.now(UTC) + STAYS).timestamp())
     shown = [
         {
@@ -78,6 +78,7 @@ async def running(ring: TheRing) -> Response:
             "context_length": model.context_length,
         }
         for model in await served_models(ring)
+        if model.state == "ready"
     ]
     return json_reply({"models": shown})
 

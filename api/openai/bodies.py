@@ -242,7 +242,9 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="for templates that know it")
     include_reasoning: bool | None = Field(default=True, description="false: reasoning is left out (vLLM's)")
     safety_identifier: str | None = Field(default=None, description="accepted, not used")
-    prompt_cache_key: str | None = Field(default=None, description="accepted, not used")
+    prompt_cache_key: str | None = Field(
+        default=None, description="of the form of a UUID it names a session; else it is not used"
+    )
     prompt_cache_retention: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_options: dict[str, Any] | None = Field(default=None, description="accepted, not used")
 

@@ -14,7 +14,7 @@ from api.generation.target import target_of
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
-from api.openai.conversations import conversation
+from api.openai.conversations import conversation, plain
 from api.openai.replies import reply
 from api.openai.tools import ToolUse, forms_left_out
 from api.ring.ring import Ring, TheRing
@@ -80,6 +80,7 @@ async def prepare(
         split=chat.split,
         prediction=tuple(predicted[0]) if predicted else (),
         images=() if images is None else images.refs,
+        messages=[plain(message) for message in body.messages] if settings.feedback_ttl_s else (),
     )
 
 

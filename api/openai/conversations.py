@@ -16,6 +16,7 @@ from api.callers.fair_pool import LARGE_CHARS, LARGE_COUNT, aside
 from api.openai.bodies import ChatCompletionRequest, ChatFields, ChatMessage
 from api.openai.fitting import fitted
 from api.openai.tools import ToolUse
+from shared.episodes import PlainMessage
 from shared.errors import InvalidRequestError, UnsupportedParameterError
 from shared.images.chat import ChatImages
 from shared.text.codec import TextCodec
@@ -169,6 +170,14 @@ def _rendered(
 def _last_text(messages: Sequence[ChatMessage]) -> str:
     content = messages[-1].content
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
+def plain(message: ChatMessage) -> PlainMessage:
+    """A message as episodes compare it."""
+    content = message.content
+    text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+    calls = tuple((call.function.name, call.function.arguments) for call in message.tool_calls or ())
+    return PlainMessage(message.role, text, calls)
 
 
 def template_messages(messages: Sequence[ChatMessage], *, images: bool = False) -> list[dict[str, Any]]:

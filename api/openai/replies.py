@@ -72,7 +72,7 @@ async def stream_events(
                     yield opening
                 async for events in generation.batches():
                     write = partial(_chunks, writer, plan, choices, events)
-                    if out := await written((event for _, event in events), write):
+                    if out := await written((event for _, event in events), write) or generation.comment:
                         yield out
             except Exception as error:
                 generation.close()

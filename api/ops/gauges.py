@@ -185,11 +185,16 @@ async def _split(gauges: Gauges, ring: Ring, name: str) -> None:
 
 
 async def _training(gauges: Gauges, ring: Ring) -> None:
+    for service in await ring.learners.services(await ring.registry.names()):
+        figures: dict[str, float | None] = {"learners": service.learners, "learners_max": service.max_learners}
+        figures |= {f"learners_{name}": value for name, value in _memory(service.machine).items()}
+        for name, value in figures.items():
+            gauges[f"mlx_parallm_{name}"][(service.model,)] = value or 0
     for training in await trainings(ring):
         status = training.status
         policy = status.policy
         live = await TrainingBoard(ring.redis, policy).trajectories()
-        figures: dict[str, float | None] = {
+        figures = {
             "rl_trajectories_collected": status.trajectories + live.waiting,
             "rl_training_loss": status.loss,
             "rl_updates_per_second": status.updates_per_s,

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 from redis.exceptions import RedisError
 
 from api.load import ProcessLoad
+from api.ring.cold_models import ModelState, obstacle, state_of
 from api.ring.ring import SERVING, Ring, ring_of
 from shared.redis.connection.faults import is_refusal, reason
 from shared.redis.processes.child_troubles import ChildTroubles
@@ -30,6 +31,7 @@ DEGRADED_FROM = 0.72  # of a bound
 SILENT_S = 10.0  # of an engine that has work; reported, though it may be a long prompt
 ANSWER_WITHIN_S = 2.0  # Redis
 NO_WORKER = "no worker is there"
+NO_ANSWER: frozenset[ModelState] = frozenset({"failed", "unavailable"})
 
 Status = Literal["ok", "paused", "degraded", "overloaded", "shutting_down"]
 
@@ -117,8 +119,23 @@ class TrainerHealth(BaseModel):
     machine: MachineHealth
 
 
+class ServiceHealth(BaseModel):
+    """A training service that lives (`mlx_parallm_learners`), as it has reported itself; one for each model."""
+
+    id: str
+    model: str
+    learners: int = Field(description="in its memory")
+    max_learners: int
+    machine: MachineHealth
+
+
 class ModelHealth(BaseModel):
-    """Queue and workers of one model."""
+    """Queue and workers of one model that a worker serves, or of the catalogue."""
+
+    state: ModelState = Field(
+        description="ready: it answers now; downloading, loading, unloading; loadable: on request; failed, unavailable"
+    )
+    why: str = Field(default="", description="no host can load it; empty: one can, or a worker serves it")
 
     waiting: dict[str, int] = Field(description="sequences that no worker has taken yet, by class")
     leased: dict[str, int] = Field(description="sequences in workers' hands, by class")
@@ -155,6 +172,7 @@ class RingHealth(BaseModel):
     utilization: Utilization
     workers: list[WorkerHealth]
     trainers: list[TrainerHealth]
+    training_services: list[ServiceHealth]
     models: dict[str, ModelHealth]
 
 
@@ -195,6 +213,7 @@ async def _report(ring: Ring) -> RingHealth:
         utilization=Utilization(queue=0, requests=round(ring.load.utilization, 4), memory=0),
         workers=[],
         trainers=[],
+        training_services=[],
         models={},
     )
     try:
@@ -235,31 +254,46 @@ def _of_redis(error: Exception) -> str:
 async def _look(ring: Ring, report: RingHealth) -> None:
     """Fill in what Redis says."""
     settings = ring.settings
-    for card in await ring.registry.models():
-        workers = await ring.registry.workers(card.name)
-        if not workers:
+    models = await ring.catalogue.read()
+    kinds = {card.name: card.kv for card in await ring.registry.models()}
+    for name in dict.fromkeys((*kinds, *models.entries)):
+        workers, entry = await ring.registry.workers(name), models.entries.get(name)
+        if not workers and entry is None:
             continue
+        answers = any(worker.state in SERVING for worker in workers)
+        why_not = None if answers or entry is None else obstacle(models, entry)
         report.workers += [_worker(worker) for worker in workers]
         report.reasons += [note for each in workers for note in _troubles(f"worker '{each.id}'", each)]
-        depth = await ring.queue(card.name).depth()
+        depth = await ring.queue(name).depth()
         memory = _memory(workers)
-        report.models[card.name] = ModelHealth(
+        report.models[name] = ModelHealth(
+            state="ready" if answers else "unavailable" if entry is None else state_of(models, entry),
+            why="" if why_not is None else why_not.reason,
             waiting={kind: queue.waiting for kind, queue in depth.items()},
             leased={kind: queue.leased for kind, queue in depth.items()},
             oldest_ms=max((queue.oldest_ms for queue in depth.values()), default=0),
             memory=round(memory, 4),
-            kv=card.kv,
+            kv=kinds.get(name, ""),
         )
+        if why_not is not None and models.hosts:
+            report.reasons.append(f"no host can load model '{name}': {why_not.reason}")
         report.queue_depth += sum(queue.waiting for queue in depth.values())
         use, waiting = report.utilization, depth["interactive"].waiting
         use.queue = max(use.queue, round(waiting / settings.max_queue_size, 4))
         if settings.memory_pressure_threshold:
             use.memory = max(use.memory, round(memory / settings.memory_pressure_threshold, 4))
-        if not any(worker.state in SERVING for worker in workers):
-            report.reasons.append(f"no worker of model '{card.name}' takes work")
+        if not answers and entry is None:
+            report.reasons.append(f"no worker of model '{name}' takes work")
+    if models.entries and not models.hosts:
+        report.reasons.append("no host is running that could load models of the catalogue")
     trainers = await live_trainers(ring.redis, time.time_ns() // 1_000_000)
     report.trainers = [TrainerHealth.model_validate(to_builtins(trainer)) for trainer in trainers]
     report.reasons += [note for each in trainers for note in _troubles(f"the trainer of policy '{each.policy}'", each)]
+    services = await ring.learners.services(sorted(await ring.registry.names()))
+    report.training_services = [ServiceHealth.model_validate(to_builtins(service)) for service in services]
+    report.reasons += [
+        f"the training service of '{each.model}': {trouble}" for each in services for trouble in each.machine.troubles
+    ]
     report.model_loaded = any(worker.state in SERVING for worker in report.workers)
     report.reasons += [trouble.message for trouble in await ChildTroubles(ring.redis).read()]
     order = await PauseSwitch(ring.redis).current()
@@ -314,7 +348,7 @@ def _judge(report: RingHealth, load: ProcessLoad) -> None:
         if lost := _lost(trainer.ranks):
             report.reasons.append(f"the trainer of policy '{trainer.policy}' has lost rank {lost}, and ends")
     full = any(used >= 1 for _, used in report.utilization)
-    if full or not any(worker.state in SERVING for worker in report.workers):
+    if full or all(model.state in NO_ANSWER for model in report.models.values()):
         report.status = "overloaded"
         report.reasons = report.reasons or [NO_WORKER]
     elif report.reasons:
@@ -339,7 +373,7 @@ async def livez() -> dict[str, str]:
     responses={503: {"description": "No Redis, no worker that takes work, or shutting down"}},
 )
 async def readyz(ring: TheRing, response: Response) -> dict[str, str]:
-    """Redis answers and a worker takes work; while it is paused, requests wait."""
+    """Redis answers, and a worker takes work or a host can load a model; while it is paused, requests wait."""
     reason = await why_not_ready(ring)
     if reason:
         response.status_code = 503
@@ -367,6 +401,9 @@ async def _why_not_ready(ring: Ring) -> str:
             for card in await ring.registry.models():
                 if any(worker.state in SERVING for worker in await ring.registry.workers(card.name)):
                     return ""
+            models = await ring.catalogue.read()
+            if any(obstacle(models, entry) is None for entry in models.entries.values()):
+                return ""
     except (RedisError, OSError) as error:  # TimeoutError is an OSError
         return _of_redis(error)
     return "no worker takes work"

@@ -6,6 +6,7 @@ Nothing here loads FastAPI: a command is to answer at once.
 import msgspec
 
 from shared.jobs import JobStatus
+from shared.learners import ServiceCard
 from shared.redis.adapters.catalog import AdapterSummary
 from shared.redis.processes.worker_registry import WorkerStatus
 from shared.training import TrainerStatus
@@ -92,4 +93,5 @@ class RingSnapshot(msgspec.Struct, frozen=True):
     dead_letters: int
     tokens_per_s: float  # decoded, over the last heartbeats
     history: list[RingSample] = []
+    services: list[ServiceCard] = []  # training services that live, one of each model
     troubles: list[str] = []  # processes that end again and again, or have not begun: a model is downloaded

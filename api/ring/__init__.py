@@ -7,6 +7,7 @@
 
 `split_choices.py` chooses the version of an adapter whose requests are split over several.
 
+`cold_models.py` says where the models of the catalogue stand, and why a host cannot load one.
 `first_tokens.py` predicts when a request's first token would come, so that it can be refused in time.
-`ordered_scores.py` has a job runner score texts.
+`ordered_scores.py` has a job runner score texts; `stored_sessions.py` finds a session of live traffic.
 """

@@ -25,10 +25,12 @@ from api.checks.grammars import GrammarChecker
 from api.checks.image_fetch import ImageFetch
 from api.checks.image_intake import ImageIntake
 from api.load import ProcessLoad
+from api.ring.cold_models import EMPTY, Obstacle, obstacle, waiting_for
 from api.ring.first_tokens import FirstTokens, Forecast
 from api.ring.ordered_scores import OrderedScores
 from api.ring.split_choices import SplitChoices
 from api.ring.spreading import Crowd, Sent
+from shared.catalogue import RingModels
 from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
 from shared.process.api_settings import ApiSettings
 from shared.process.other_rings import HOME, named_urls
@@ -41,9 +43,11 @@ from shared.redis.files.file_store import FileStore
 from shared.redis.jobs.store import JobStore
 from shared.redis.kept.answer_store import AnswerStore
 from shared.redis.kept.conversation_store import ConversationStore
+from shared.redis.kept.episode_store import EpisodeStore
 from shared.redis.kept.kept_things import Terms
 from shared.redis.kept.response_store import ResponseStore
 from shared.redis.kept.session_store import SessionStore
+from shared.redis.processes.catalogue import CatalogueStore
 from shared.redis.processes.metric_store import MetricWriter
 from shared.redis.processes.pause import PauseSwitch
 from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus, weights_of
@@ -101,6 +105,8 @@ class Ring:
         self.first_tokens = FirstTokens()
         self.redis: Redis = connect(settings.redis)
         self.registry = WorkerRegistry(self.redis, shares=True)
+        self.catalogue = CatalogueStore(self.redis)
+        self.models: RingModels = EMPTY  # of the catalogue, and the hosts, as of the last look
         self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
         self.grammars: GrammarChecker = home.grammars if home else GrammarChecker()
@@ -110,7 +116,8 @@ class Ring:
         self.batches: BatchStore = home.batches if home else BatchStore(self.redis)
         terms = Terms(settings.response_ttl_s, settings.response_store_mb << 20)
         self.responses: ResponseStore = home.responses if home else ResponseStore(self.redis, terms)
-        self.answers = AnswerStore(self.redis, Terms(settings.feedback_ttl_s, settings.feedback_store_mb << 20))
+        kept = Terms(settings.feedback_ttl_s, settings.feedback_store_mb << 20)
+        self.answers, self.episodes = AnswerStore(self.redis, kept), EpisodeStore(self.redis, kept)
         self.conversations: ConversationStore = home.conversations if home else ConversationStore(self.redis, terms)
         longest_s = int(max(settings.request_timeout_s, settings.background_timeout_s))
         self.images = ImageIntake(self.redis, Terms(longest_s + IMAGE_GRACE_S, settings.image_store_mb << 20))
@@ -238,6 +245,7 @@ class Ring:
             async with self._looking:  # one looks, the others wait for what it sees
                 if time.monotonic() - self._looked > LOOK_AGAIN_S:
                     cards = await self.registry.models()
+                    self.models = await self.catalogue.read()
                     self._workers = {card.name: await self.registry.workers(card.name) for card in cards}
                     self._forecasts.clear()
                     self._live = {card.name: card for card in cards if self.serving(card.name)}
@@ -247,6 +255,11 @@ class Ring:
                     for card in self._live.values():
                         self.codecs.prepare(card)
         return self._live
+
+    async def look(self) -> None:
+        """Look at workers, hosts and catalogue now: the caller has just changed them, or is about to."""
+        self._looked = float("-inf")
+        await self.live_models()
 
     async def _waits(self) -> dict[str, int]:
         """Sequences that wait, by model, for models that another ring serves, too; no other figure is needed there."""
@@ -325,37 +338,77 @@ class Ring:
             )
 
     async def served(self, name: str | None) -> ServedModel:
-        """The model of a request; without a name, the only one that is served."""
+        """The model of a request; without a name, the only one that is served or that a host can load.
+
+        One that no worker serves now is served all the same if a host can load it: its requests wait in the queue.
+        """
         live = await self.live_models()
         if name is None:
-            name = _only(list(live))
+            name = _only([*live, *(model for model in self.models.entries if model not in live)])
         card = await self.live_card(name)
         if card is None:
-            known = await self.card(name)
-            if known is None:
-                raise UnknownModelError(f"model '{name}' does not exist; served: {_listed(live)}", param="model")
-            card = live.get(known.name)
-        if card is None:
+            card = await self._cold_card(name)
+        return ServedModel(card, await self.codecs.codec(card), self.queue(card.name))
+
+    async def _cold_card(self, name: str) -> ModelCard:
+        """The card of a model that no worker serves and a host can load; ServiceUnavailableError without one."""
+        card, entry = await self.card(name), self.models.named(name)
+        if entry is None:
+            if card is None:
+                known = [*self._live, *self.models.entries]
+                raise UnknownModelError(f"model '{name}' does not exist; served: {_listed(known)}", param="model")
+            if (live := self._live.get(card.name)) is not None:
+                return live
             why = f": Redis refuses writes ({self.frames.refusal})" if self.frames.refusal else ""
             raise ServiceUnavailableError(f"no live worker serves model '{name}' at the moment{why}")
-        return ServedModel(card, await self.codecs.codec(card), self.queue(card.name))
+        if (why_not := obstacle(self.models, entry)) is not None:
+            raise _cannot_load(entry.name, why_not)
+        if card is None or (entry.sha256 and card.base_sha256 != entry.sha256):
+            await self.catalogue.order("load", entry.name)
+            raise ServiceUnavailableError(
+                f"model '{entry.name}' is new: no host has read its tokenizer yet ({waiting_for(self.models, entry)}); "
+                "try again shortly"
+            )
+        return card
+
+    async def check_size(self, name: str) -> None:
+        """ServiceUnavailableError for a model of the catalogue that is too large for each machine."""
+        entry = self.models.named(name)
+        why_not = None if entry is None or await self.live_card(name) else obstacle(self.models, entry)
+        if entry is not None and why_not is not None and why_not.is_size:
+            raise _cannot_load(entry.name, why_not)
+
+    async def waiting_for(self, model: str) -> str:
+        """The reason why sequences of a model wait that no worker serves now: "loading 43%"; "" for one that is served,
+        or that is not in the catalogue. ServiceUnavailableError when a host has failed to load it, or none can."""
+        await self.live_models()
+        entry = self.models.entries.get(model)
+        if entry is None or self.serving(model):
+            return ""
+        why_not = obstacle(self.models, entry) if self.models.hosts else None  # a host that has died may come back
+        if why_not is not None:
+            raise _cannot_load(model, why_not)
+        return waiting_for(self.models, entry)
 
     async def known(self, name: str) -> tuple[ModelCard, TextCodec]:
         """Card and codec of a model, whether or not a worker lives."""
-        card = await self.card(name)
-        if card is None:
-            raise UnknownModelError(f"model '{name}' does not exist", param="model")
+        card = await self.card(name) or await self._cold_card(name)
         return card, await self.codecs.codec(card)
 
     async def card(self, model: str) -> ModelCard | None:
         """The card of a model, by what a request calls it: its name, or what a worker of it was given as `--model`."""
-        found = await self.live_card(model) or await self.registry.card(model)
+        found = await self.live_card(model) or await self.registry.card(self._named(model))
         return found or (_called(model, await self.registry.models()) if "/" in model else None)
 
     async def live_card(self, model: str) -> ModelCard | None:
         """The same of a model that a live worker serves, without asking Redis."""
         live = await self.live_models()
-        return live.get(model) or _called(model, live.values())
+        return live.get(self._named(model)) or _called(model, live.values())
+
+    def _named(self, model: str) -> str:
+        """The model that an alias of the catalogue stands for; any other name stands for itself."""
+        entry = None if model in self._live else self.models.named(model)
+        return model if entry is None else entry.name
 
     def queue_bound(self, kind: SequenceClass) -> int:
         """How many sequences of a class may wait for one model."""
@@ -368,6 +421,11 @@ class Ring:
             queue = SequenceQueue(self.redis, model, max_waiting={kind: self.queue_bound(kind) for kind in CLASSES})
             self._queues[model] = queue
         return queue
+
+
+def _cannot_load(model: str, why_not: Obstacle) -> ServiceUnavailableError:
+    message = f"model '{model}' is not loaded, and no host can load it: {why_not.reason}"
+    return ServiceUnavailableError(message, retry_after_s=why_not.retry_after_s)
 
 
 def _image_fetch(settings: ApiSettings) -> ImageFetch:
@@ -398,5 +456,5 @@ def _only(names: list[str]) -> str:
     return names[0]
 
 
-def _listed(names: "dict[str, ModelCard] | list[str]") -> str:
-    return ", ".join(sorted(names)) or "none"
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(set(names))) or "none"

@@ -158,7 +158,7 @@ async def _chunks(
     prompt, tokens = len(reply.sequences.prompts[0]), [0] * len(reply.sequences)
     try:
         async for batch in generation.batches():
-            out = b""
+            out = generation.comment
             for index, events in by_choice(batch):
                 choice = _token_choice(index, events, reply)
                 tokens[index] += len(choice["token_ids"])

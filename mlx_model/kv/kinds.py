@@ -37,7 +37,7 @@ from mlx_lm.models.cache import (
 
 from mlx_model.kv.quantised import BatchQuantisedKVCache, QuantisedKVCache
 from mlx_model.kv.ragged import RaggedKVCache, RaggedQuantisedKVCache, RaggedWindowKVCache, Slack, in_order
-from mlx_model.kv.shared import Groups, Pair, SharedKVCache, SharedQuantisedKVCache, install
+from mlx_model.kv.shared import Form, Groups, Pair, SharedKVCache, SharedQuantisedKVCache, install
 
 Arrays = tuple[mx.array, ...]
 _CLOSE = 0.02  # of the largest logit: how far two ways to read the same KV may be apart
@@ -360,7 +360,10 @@ def are_shared(caches: Sequence[Any]) -> bool:
 
 
 def shared(
-    caches: Sequence[Any], beginnings: Sequence[tuple[Hashable, int] | None], padding: Sequence[int]
+    caches: Sequence[Any],
+    beginnings: Sequence[tuple[Hashable, int] | None],
+    padding: Sequence[int],
+    form: Form = "keys",
 ) -> tuple[list[Any], list[int]]:
     """Batched caches in which the first positions of rows lie apart, once for all rows of one key; their padding.
 
@@ -387,11 +390,11 @@ def shared(
         made = SharedQuantisedKVCache if hasattr(leaf, "packing") else SharedKVCache
         pair = plain.keys, plain.values
         if plain.keys is None:  # prompts of one id, which is still to be fed
-            return made(plain, groups, {})
+            return made(plain, groups, {}, form)
         held = {key: leaf_pair(pair, row, of) for key, (row, of) in firsts.items()}
         plain.keys, plain.values = (each[..., shift:, :] for each in pair)
         plain.left_padding, plain._idx = left + 0, plain._idx - shift
-        return made(plain, groups, held)
+        return made(plain, groups, held, form)
 
     return mapped(caches, leaf_of), [start - shift for start in starts]
 
@@ -413,20 +416,25 @@ def whole(caches: Sequence[Any], rows: Sequence[int], starts: Sequence[int]) -> 
     return mapped(caches, leaf_of), after
 
 
-def can_share(model: Any, new_kv: Sequence[Any]) -> bool:
-    """True if this model's attention reads beginnings that rows share: found out by a few tokens."""
+def can_share(model: Any, new_kv: Sequence[Any]) -> Form | None:
+    """The form in which this model's attention reads beginnings that rows share, by a trial; None: it does not."""
     if not any(kind_of(leaf).is_cut for leaf in leaves(new_kv)):
-        return False
+        return None
     install()
     model(mx.array([[1, 2, 3]]), cache=list(new_kv))
+    forms: tuple[Form, ...] = ("keys", "latents")
+    return next((form for form in forms if _reads_shared(model, new_kv, form)), None)
+
+
+def _reads_shared(model: Any, begun_kv: Sequence[Any], form: Form) -> bool:
     try:
-        together = shared(copies(new_kv, 2), [("", 3)] * 2, [0, 0])[0]
-        apart = copies(new_kv, 2)
+        together = shared(copies(begun_kv, 2), [("", 3)] * 2, [0, 0], form)[0]
+        apart = copies(begun_kv, 2)
         for ids in ([[4], [5]], [[6, 7], [8, 9]]):
             one, other = (model(mx.array(ids), cache=each)[:, -1].astype(mx.float32) for each in (together, apart))
             if not (mx.max(mx.abs(one - other)) < _CLOSE * mx.max(mx.abs(other))).item():
                 return False
-    except Exception:  # attention sinks, MLA, masks and attention of the model's own
+    except Exception:  # masks and attention of the model's own
         return False
     return True
 

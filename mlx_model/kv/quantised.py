@@ -47,6 +47,10 @@ class Packing:
         """Number of 32-bit words of one position: codes, scales and biases."""
         return dim * self.bits // 32 + 2 * (dim // self.group_size) * self.dtype.size // 4
 
+    def size(self, words: int) -> int:
+        """Number of numbers of one position that has so many words."""
+        return words * self.group_size // self.words(self.group_size)
+
     def pack(self, array: mx.array) -> mx.array:
         """[..., dim] of numbers as [..., words] of uint32."""
         codes, scales, biases = mx.quantize(

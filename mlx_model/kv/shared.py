@@ -7,8 +7,12 @@ what their scores sum to:
 
     o = sigmoid(lse_beginning - lse_own) * o_beginning + (1 - the same) * o_own
 
-Scores and weights are float32. mlx-lm's attention calls its quantised form where a cache has `bits`; so it comes here
-(`install`), and every model that uses that attention and plain masks can have such leaves (`kinds.can_share`).
+Scores and weights are float32. In place of keys attention gets an object that knows both parts (`install`), so every
+model that uses MLX's attention and plain masks can have such leaves (`kinds.can_share`). Sinks belong to the own part.
+
+MLA's leaves hold latents and rotary keys, and a score is the sum of two products, of which the model computes the
+rotary one by itself: `(q_rotary * scale) @ keys.T`. Its queries are needed for the beginnings, too. So the rotary keys
+that the model gets end with the rows of an identity matrix, and the last columns of its scores are those queries.
 
 Invariants. A beginning lies before all that its rows write, so a step takes back own positions only. A row has one
 beginning or none. `offset` counts both parts; padding, slack and `_idx` are those of the own part.
@@ -16,21 +20,22 @@ beginning or none. `offset` counts both parts; padding, slack and `_idx` are tho
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, Literal, cast
 
 import mlx.core as mx
-from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from mlx_model.cuda import fused
 from mlx_model.kv.quantised import Packing
 from mlx_model.kv.ragged import RaggedKVCache, RaggedQuantisedKVCache
 
 MOST_SCORES = 1 << 26  # numbers that exist at one time: more rows of a beginning are read in several products
-Pair = tuple[mx.array, mx.array]  # keys and values
+Pair = tuple[mx.array, mx.array]  # keys and values; of MLA latents and rotary keys
+Form = Literal["keys", "latents"]  # what a model's leaves hold
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,30 +103,39 @@ class Groups:
 class SharedKVCache(RaggedKVCache):
     """Plain KV of rows of which some begin alike."""
 
-    bits = group_size = 0  # mlx-lm's attention calls its quantised form
-
-    def __init__(self, like: RaggedKVCache, groups: Groups, beginnings: dict[Hashable, Pair]) -> None:
+    def __init__(
+        self, like: RaggedKVCache, groups: Groups, beginnings: dict[Hashable, Pair], form: Form = "keys"
+    ) -> None:
         """`like`: the rows' own positions, in a leaf that is not used any more."""
         BatchKVCache.__init__(self, [])
         self.state, self.slack = like.state, like.slack
-        self.groups, self.beginnings = groups, beginnings
+        self.groups, self.beginnings, self.form = groups, beginnings, form
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write these positions; what attention reads."""
         sizes = keys.shape[3], values.shape[3]
-        own = RaggedKVCache.update_and_fetch(self, *self._stored(keys, values))
-        return _Read(self, sizes, self.readable(own, sizes)), own[1]
+        stored = RaggedKVCache.update_and_fetch(self, *self._stored(keys, values))
+        own = self._readable(stored, sizes)
+        if not self.groups.rows:
+            return own
+        readable = {key: self._readable(self.beginnings[key], sizes) for key in self.groups.rows}
+        return read_of(Read(self.groups, readable, own, self.form))
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> mx.array:
         """Own positions that each row's next `N` queries may see; of a beginning they see all."""
         if options.get("window_size") is not None:
             raise NotImplementedError("a window over positions that rows share")
-        return super().make_mask(N, return_array, **options)
+        mask = super().make_mask(N, return_array, **options)
+        return mask if self.form == "keys" or not self.groups.rows else with_queries(mask, self._rotary_size)
+
+    @property
+    def _rotary_size(self) -> int:
+        return cast(int, self.values.shape[3])
 
     def _stored(self, keys: mx.array, values: mx.array) -> Pair:
         return keys, values
 
-    def readable(self, stored: Pair, sizes: tuple[int, int]) -> Pair:
+    def _readable(self, stored: Pair, sizes: tuple[int, int]) -> Pair:
         """Keys and values as numbers, of heads of these sizes."""
         return stored
 
@@ -163,48 +177,83 @@ class SharedKVCache(RaggedKVCache):
 class SharedQuantisedKVCache(SharedKVCache, RaggedQuantisedKVCache):
     """The same of packed KV, which is read unpacked."""
 
-    def __init__(self, like: RaggedQuantisedKVCache, groups: Groups, beginnings: dict[Hashable, Pair]) -> None:
-        SharedKVCache.__init__(self, like, groups, beginnings)
+    def __init__(
+        self, like: RaggedQuantisedKVCache, groups: Groups, beginnings: dict[Hashable, Pair], form: Form = "keys"
+    ) -> None:
+        SharedKVCache.__init__(self, like, groups, beginnings, form)
         self.packing: Packing = like.packing
+
+    @property
+    def _rotary_size(self) -> int:
+        return self.packing.size(self.values.shape[3])
 
     def _stored(self, keys: mx.array, values: mx.array) -> Pair:
         return self._packed(keys, values)
 
-    def readable(self, stored: Pair, sizes: tuple[int, int]) -> Pair:
+    def _readable(self, stored: Pair, sizes: tuple[int, int]) -> Pair:
         keys, values = (self.packing.unpack(each, size) for each, size in zip(stored, sizes, strict=True))
         return keys, values
 
 
-class _Read:
-    """The object that attention gets in place of keys."""
+@dataclass(frozen=True, eq=False)
+class Read:
+    """The object that attention gets in place of keys, and of MLA's latents; numbers, not packed ones."""
 
-    def __init__(self, cache: SharedKVCache, sizes: tuple[int, int], own: Pair) -> None:
-        self._groups, self._beginnings = cache.groups, cache.beginnings
-        self._readable, self._sizes, self._own = cache.readable, sizes, own
+    groups: Groups
+    beginnings: dict[Hashable, Pair]
+    own: Pair
+    form: Form
+    learns: bool = False  # gradients are needed: scores are computed again for them, for they take the most memory
 
-    def attended(self, queries: mx.array, scale: float, mask: mx.array | None) -> mx.array:
-        """Attention output [B, heads, L, D] of queries like it; `mask` [B, 1, L, own positions]."""
+    def attended(self, queries: mx.array, scale: float, mask: mx.array, sinks: mx.array | None = None) -> mx.array:
+        """Attention output [B, heads, L, D] of queries like it.
+
+        `mask`: [B, 1, L, own positions]; of MLA its rotary scores [B, heads, L, own positions + rotary size].
+        """
+        if not self.learns:
+            return self._attended(queries, scale, mask, sinks)
+        pairs = list(self.beginnings.values())
+
+        def again(queries: mx.array, rotary: mx.array, *arrays: mx.array) -> mx.array:
+            own, *others = zip(arrays[::2], arrays[1::2], strict=True)
+            read = replace(self, own=own, beginnings=dict(zip(self.beginnings, others, strict=True)))
+            return read._attended(queries, scale, mask if mask.dtype == mx.bool_ else rotary, sinks)
+
+        rotary = mx.zeros(0) if mask.dtype == mx.bool_ else mask
+        arrays = [array for pair in (self.own, *pairs) for array in pair]
+        return mx.checkpoint(again)(queries, rotary, *arrays)
+
+    def _attended(self, queries: mx.array, scale: float, mask: mx.array, sinks: mx.array | None) -> mx.array:
         rows, heads, count, size = queries.shape
-        keys, values = self._own
-        each = heads // keys.shape[1]
+        keys, values = self.own
+        kv_heads, each = keys.shape[1], heads // keys.shape[1]
         # Heads that share keys lie one after another: [B, KV heads, N, D], N = heads of each x L.
-        queries_BHND = queries.astype(mx.float32).reshape(rows, keys.shape[1], each * count, size) * scale
+        queries_BHND = queries.astype(mx.float32).reshape(rows, kv_heads, each * count, size) * scale
+        if self.form == "latents":
+            values, end = keys, keys.shape[2]
+            rotary_BHND = mask[..., end:].astype(mx.float32).reshape(rows, kv_heads, each * count, -1)
+            mask = mask[..., :end].reshape(rows, kv_heads, each, count, end)
+        else:
+            rotary_BHND, mask = None, mask[:, :, None]
         scores = _scores(queries_BHND, keys)
-        if mask is not None:
-            scores_BHRLS = scores.reshape(rows, keys.shape[1], each, count, -1)
-            mask = mask[:, :, None]
-            hidden = mx.where(mask, scores_BHRLS, -mx.inf) if mask.dtype == mx.bool_ else scores_BHRLS + mask
-            scores = hidden.reshape(scores.shape)
-        own, own_lse = _part(scores, values)
-        if self._groups.rows:
-            own = _mean(own, own_lse, *self._of_beginnings(queries_BHND, own, own_lse))
+        scores_BHRLS = scores.reshape(rows, kv_heads, each, count, -1)
+        hidden = mx.where(mask, scores_BHRLS, -mx.inf) if mask.dtype == mx.bool_ else scores_BHRLS + mask
+        own, own_lse = self._part(hidden.reshape(scores.shape), values)
+        if sinks is not None:
+            sinks_HN = mx.repeat(sinks.astype(mx.float32).reshape(kv_heads, each), count, axis=1)
+            own, own_lse = _with_sinks(own, own_lse, sinks_HN)
+        own = _mean(own, own_lse, *self._of_beginnings(queries_BHND, rotary_BHND, own, own_lse))
         return own.astype(queries.dtype).reshape(rows, heads, count, values.shape[3])
 
-    def _of_beginnings(self, queries_BHND: mx.array, own: mx.array, own_lse: mx.array) -> Pair:
+    def _of_beginnings(
+        self, queries_BHND: mx.array, rotary_BHND: mx.array | None, own: mx.array, own_lse: mx.array
+    ) -> Pair:
         """Output and log of the sum of scores of each row's part that is its beginning."""
-        groups, parts = self._groups, list[Pair]()
+        groups, parts = self.groups, list[Pair]()
         for key in groups.rows:
-            parts += self._of(queries_BHND[groups.index(key)], *self._readable(self._beginnings[key], self._sizes))
+            index = groups.index(key)
+            rotary = None if rotary_BHND is None else rotary_BHND[index]
+            parts += self._of(queries_BHND[index], rotary, *self.beginnings[key])
         if groups.bare:
             parts.append((own[: groups.bare], mx.full((groups.bare, *own_lse.shape[1:]), -mx.inf)))
         if len(parts) == 1 and groups.places is None:
@@ -212,31 +261,62 @@ class _Read:
         outputs, sums = (mx.concatenate(list(each)) for each in zip(*parts, strict=True))
         return (outputs, sums) if groups.places is None else (outputs[groups.places], sums[groups.places])
 
-    @staticmethod
-    def _of(queries_RHND: mx.array, keys: mx.array, values: mx.array) -> list[Pair]:
-        rows, heads, count, size = queries_RHND.shape
+    def _of(self, queries_RHND: mx.array, rotary_RHND: mx.array | None, keys: mx.array, values: mx.array) -> list[Pair]:
+        rows, heads, count, _ = queries_RHND.shape
         most = max(1, MOST_SCORES // (heads * count * keys.shape[2]))
         parts = []
         for start in range(0, rows, most):
-            some = queries_RHND[start : start + most]
-            queries_1HMD = some.swapaxes(0, 1).reshape(1, heads, -1, size)
-            output, lse = _part(_scores(queries_1HMD, keys), values)
-            output, lse = (each.reshape(heads, len(some), count, -1).swapaxes(0, 1) for each in (output, lse))
-            parts.append((output, lse[..., 0]))
+            some = slice(start, start + most)
+            scores = _scores(_together(queries_RHND[some]), keys)
+            if rotary_RHND is not None:
+                scores = scores + _scores(_together(rotary_RHND[some]), values)
+            output, lse = self._part(scores, values if rotary_RHND is None else keys)
+            output, lse = (mx.unflatten(each[0], 1, (-1, count)).swapaxes(0, 1) for each in (output, lse))
+            parts.append((output, lse))
         return parts
+
+    def _part(self, scores: mx.array, values: mx.array) -> Pair:
+        """Output [..., N, D] over some positions, and the log of the sum of exponentials [..., N]."""
+        weights = mx.softmax(scores, axis=-1)
+        output = weights.astype(values.dtype) @ values
+        if self.learns:
+            return output, mx.logsumexp(scores, axis=-1)
+        # The largest weight is 1 / sum(exp(score - largest score)). Exponentials are most of the time on a CPU.
+        return output, mx.max(scores, axis=-1) - mx.log(mx.max(weights, axis=-1))
+
+
+def read_of(read: Read) -> tuple[Read, mx.array]:
+    """What `update_and_fetch` gives a model."""
+    rotary = read.own[1]
+    if read.form == "keys":
+        return read, rotary
+    rows, heads, _, size = rotary.shape
+    through = mx.broadcast_to(mx.eye(size, dtype=rotary.dtype), (rows, heads, size, size))
+    return read, mx.concatenate([rotary, through], axis=2)
+
+
+def with_queries(mask: mx.array, rotary_size: int) -> mx.array:
+    """A mask of own positions, followed by the columns in which MLA hands its rotary queries through."""
+    return mx.concatenate([mask, mx.ones((*mask.shape[:3], rotary_size), mx.bool_)], axis=3)
+
+
+@dataclass(frozen=True, eq=False)
+class _Turned:
+    """MLA's latents as keys or as values of heads: attention turns queries and outputs instead, which are fewer."""
+
+    linear: Any
+    read: Read
+
+
+def _together(queries_RHND: mx.array) -> mx.array:
+    """As the queries of one row, [1, H, R x N, D]."""
+    _, heads, _, size = queries_RHND.shape
+    return queries_RHND.swapaxes(0, 1).reshape(1, heads, -1, size)
 
 
 def _scores(queries: mx.array, keys: mx.array) -> mx.array:
     """In float32, where products of 16-bit numbers are exact: rounded scores would move the weights by percents."""
     return queries @ keys.astype(mx.float32).swapaxes(-1, -2)
-
-
-def _part(scores: mx.array, values: mx.array) -> Pair:
-    """Output [..., N, D] over some positions, and the log of the sum of exponentials [..., N]."""
-    weights = mx.softmax(scores, axis=-1)
-    output = weights.astype(values.dtype) @ values
-    # The largest weight is 1 / sum(exp(score - largest score)). Exponentials are most of the time on a CPU.
-    return output, mx.max(scores, axis=-1) - mx.log(mx.max(weights, axis=-1))
 
 
 @fused
@@ -245,16 +325,30 @@ def _mean(own: mx.array, own_lse: mx.array, other: mx.array, other_lse: mx.array
     return own + share * (other - own)
 
 
+def _with_sinks(own: mx.array, own_lse: mx.array, sinks: mx.array) -> Pair:
+    """The same part with one more position for each head, of this score and without a value."""
+    return own * mx.sigmoid(own_lse - sinks)[..., None], mx.logaddexp(own_lse, sinks)
+
+
+@cache
 def install() -> None:
-    """Put this attention before mlx-lm's quantised one, in this process; once."""
-    quantised = base.quantized_scaled_dot_product_attention
-    if getattr(quantised, "reads_shared", False):
-        return
+    """Put this attention before MLX's, in this process, and let MLA's layers hand latents through; once."""
+    fused_attention = mx.fast.scaled_dot_product_attention
 
-    def attention(queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, **packing: int) -> mx.array:
-        if isinstance(keys, _Read):
-            return keys.attended(queries, scale, mask)
-        return cast(mx.array, quantised(queries, keys, values, scale=scale, mask=mask, **packing))
+    def attention(q: mx.array, k: Any, v: Any, *, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
+        if isinstance(k, Read):
+            return k.attended(q, scale, mask, sinks)
+        if isinstance(k, _Turned):
+            return cast(mx.array, v.linear(k.read.attended(k.linear(q), scale, mask, sinks)))
+        return fused_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
-    attention.reads_shared = True  # type: ignore[attr-defined]
-    base.quantized_scaled_dot_product_attention = attention
+    mx.fast.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    for layer in (MultiLinear, QuantizedMultiLinear):
+        layer.__call__ = _turning(layer.__call__)
+
+
+def _turning(call: Callable[..., Any]) -> Callable[..., Any]:
+    def turned(self: Any, x: Any, transpose: bool = True) -> Any:
+        return _Turned(self, x) if isinstance(x, Read) and x.form == "latents" else call(self, x, transpose)
+
+    return turned

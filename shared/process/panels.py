@@ -35,8 +35,8 @@ TRAINER: Panels = {
         "lora_rank", "held_out_dataset", "evaluate_every", "resume",
     ),
     "the run": (
-        "run", "run_dir", "seed", "start_from", "replace_latest", "move_run", "checkpoint_every", "keep_checkpoints",
-        "dry_run",
+        "run", "run_dir", "learn_when", "seed", "start_from", "replace_latest", "move_run", "checkpoint_every",
+        "keep_checkpoints", "dry_run",
     ),
     "tasks and rewards": (
         "task_count", "task_options", "chat_template_kwargs", "own_code_timeout_s", "own_code_processes", "max_turns",

@@ -22,6 +22,11 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
     )
     enable_rl_training: bool = Field(default=False, description="the same as --mode inference_and_training")
     atropos_url: str = Field(default="", description="Atropos' run-api that the hosted trainer learns from")
+    learn_when: str = Field(
+        default="",
+        description="when the hosted trainer may train, such as idle,plugged,23:00-07:00 (all must hold); "
+        "default: always",
+    )
     lora_rank: int = Field(default=0, ge=0, description="rank of the hosted trainer's adapter; 0: as its settings say")
     learners: int = Field(
         default=0, ge=0, description="most learners of a training service in the first worker; 0: no service"

@@ -18,6 +18,10 @@ DAY_S = 86_400
 SEQUENCE_TTL_S = 3_600  # of a finished sequence and its log
 REGISTRY_TTL_S = 7 * DAY_S  # model cards and tokenizers outlive their workers
 WORKER_TTL_S = 10  # refreshed by each heartbeat
+CATALOGUE_TTL_S = 730 * DAY_S  # from the last change of any entry, or the last heartbeat of any host
+HOST_TTL_S = 10  # refreshed by each heartbeat
+LOAD_LEASE_MS = 10_000  # renewed by each heartbeat of the host that loads
+MODEL_ORDER_TTL_S = 600
 CHILD_TROUBLES_TTL_S = 30  # told again while they last
 COURT_TTL_S = 3_600  # of sequences that wait to be checked
 VERDICTS_TTL_S = DAY_S  # from the last check
@@ -173,6 +177,27 @@ child_troubles = Key(
 models = Key("parallm:models", "sorted set", "worker", "7 d", "model names by heartbeat")
 model_card = Key("parallm:{*}:model", "string", "worker", "7 d", "model card, JSON")
 tokenizer = Key("parallm:tokenizer:*", "string", "worker", "7 d", "tokenizer bundle, JSON, by sha256")
+# The catalogue of models, and the hosts that load them
+catalogue = Key("parallm:{catalogue}:entries", "hash", "api or worker", "730 d, refreshed", "models by name, JSON")
+model_aliases = Key(
+    "parallm:{catalogue}:aliases", "hash", "api or worker", "730 d, refreshed", "alias -> name of its model"
+)
+model_figures = Key(
+    "parallm:{catalogue}:figures",
+    "hash",
+    "worker",
+    "730 d, refreshed",
+    "what a host has found in a model's files, JSON",
+)
+model_loads = Key(
+    "parallm:{catalogue}:loads", "hash", "worker", "730 d, refreshed", "how many loads of a model have begun"
+)
+model_orders = Key(
+    "parallm:{catalogue}:orders", "hash", "api", "10 min from the last one", "loads and unloads asked for, JSON"
+)
+host = Key("parallm:{catalogue}:host:*", "string", "worker", "10 s", "heartbeat of a host, JSON")
+hosts = Key("parallm:{catalogue}:hosts", "sorted set", "worker", "7 d, refreshed", "host ids by heartbeat")
+loading = Key("parallm:{catalogue}:loading:*", "string", "worker", "10 s", "id of the host that loads a model")
 # A worker hears here of cancelled and moved sequences, pauses and cache resets
 control_channel = Name("parallm:ctl:*")
 

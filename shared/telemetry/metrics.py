@@ -284,6 +284,11 @@ _TRAINING = (
     ),
     _gauge("mlx_parallm_rl_trainer_memory_available_bytes", _POLICY, "memory that is available there"),
     _gauge("mlx_parallm_rl_trainer_memory_pressure", _POLICY, "0 normal, 1 warning, 2 critical"),
+    _gauge("mlx_parallm_learners", _MODEL, "learners in the memory of the model's training service"),
+    _gauge("mlx_parallm_learners_max", _MODEL, "learners that it holds at most"),
+    _gauge("mlx_parallm_learners_memory_bytes", _MODEL, "memory that it holds, of its GPU if that has its own"),
+    _gauge("mlx_parallm_learners_memory_available_bytes", _MODEL, "memory that is available there"),
+    _gauge("mlx_parallm_learners_memory_pressure", _MODEL, "0 normal, 1 warning, 2 critical"),
     _gauge("mlx_parallm_rl_trajectories_waiting", _POLICY, "live trajectories that no train step has consumed"),
     _gauge("mlx_parallm_rl_trajectories_dropped", _POLICY, "live trajectories dropped because too many waited"),
 )

@@ -282,13 +282,14 @@ def random_model(shape: str, group: Any, folder: Path) -> Any:
     if joins and ranks is None and mx.cuda.is_available():
         join_products(model)
     mx.clear_cache()
-    (bytes_each, unshared), window, vocabulary, dtype = _measure(model, KvLayout())
+    (bytes_each, unshared, state), window, vocabulary, dtype = _measure(model, KvLayout())
     card = msgspec.structs.replace(
         other.card,
         vocab_size=vocabulary,
         context_length=32_768,
         kv_bytes_per_token=bytes_each,
         kv_unshared_bytes=unshared,
+        kv_state_bytes=state,
         kv_window=window,
         dtype=dtype,
     )

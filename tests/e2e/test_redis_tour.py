@@ -14,10 +14,12 @@ import pytest
 from redis.asyncio import Redis
 
 from api.cli.client import InferenceClient
+from shared.catalogue import CatalogueEntry, HeldModel, HostStatus
 from shared.learners import BeginRequest, LearnerSpec, SaveDone, SaveInfo, ServiceCard
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
+from shared.redis.processes.catalogue import CatalogueStore
 from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.training.board import TrainingBoard, ring_id
 from shared.redis.training.learner_store import LearnerStore
@@ -46,6 +48,8 @@ MAY_BE_ABSENT = (
     ":history-turn",
     "{completions}",
     ":learner-service",
+    ":host:",
+    ":loading:",
 )  # "nothing: none", as the page says
 
 
@@ -103,6 +107,7 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
     await TinkerStore(redis).note_run(keys.keeper("tinker of "), f"{session}:train:0")
     await TinkerStore(redis).put_download("digest", TinkerDownload(f"{session}:train:0", "state", "a", saved, 0))
 
+    host = await catalogued(CatalogueStore(redis))
     part = await shared(SharedRun(redis, "policy", blocking=redis))
     average = await averaged(RoundStore(redis, "policy"))
 
@@ -121,8 +126,19 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
         "BATCH": batch, "REQUEST": request_id, "TOKENIZER": card.tokenizer_sha256, "KEEPER": keys.keeper(""),
         "RESPONSE": response, "TALK": talk, "LEARNER": f"{session}:train:0", "NUMBER": "1", "STATE": state,
         "SAVED": saved, "TINKER": keys.keeper("tinker of "), "SESSION": session,
-        "PART": part, "AVERAGE": average,
+        "PART": part, "AVERAGE": average, "HOST": host,
     }  # fmt: skip
+
+
+async def catalogued(store: CatalogueStore) -> str:
+    """A model of the catalogue that a host loads, and an order; the id of the host."""
+    entry = CatalogueEntry(MODEL, "models/tiny", aliases=("small",))
+    await store.put(entry)
+    await store.offer(entry)
+    await store.take_load(MODEL, "host", 0)
+    await store.beat(HostStatus("host", "machine", 1, 1, offers={MODEL: 1}, held=(HeldModel(MODEL, "loading"),)))
+    await store.order("load", MODEL)
+    return "host"
 
 
 async def shared(run: SharedRun) -> str:

@@ -140,7 +140,10 @@ def accepted_unchanged(loaded: LoadedModel, seed: int, config: SpeculationConfig
     rows = [msgspec.structs.replace(each, prediction_ids=guess(plain.tokens(each.id), right, draw)) for each in rows]
     chunk, kept = draw.choice([4, 64]), draw.choice([0, 1 << 24])
     config = replace(config, reads_beside=bool(seed % 2))
-    drafting = Bench(loaded, speculation=config, prefill_chunk=chunk, prefix_cache_bytes=kept, block_size=4)
+    when = random.Random(f"{seed} shared").choice(["auto", "always"])
+    drafting = Bench(
+        loaded, speculation=config, prefill_chunk=chunk, prefix_cache_bytes=kept, block_size=4, share_prompts=when
+    )
     drafting.engine.batch._tells_at_once = draw.random() < 0.5
     cancelled: set[str] = set()
     for each in rows:

@@ -102,7 +102,8 @@ class Schedule:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("seed", "name"), [(0, "llama"), (1, "llama"), (2, "llama"), (3, "llama 8"), (4, "llama last-24")]
+    ("seed", "name"),
+    [(0, "llama"), (1, "llama"), (2, "llama"), (3, "llama 8"), (4, "llama last-24"), (5, "deepseek_v3")],
 )
 def test_tokens_are_those_of_a_sequence_alone_whatever_the_schedule(llama: LoadedModel, seed: int, name: str) -> None:
     loaded = llama if name == "llama" else small(name, llama)

@@ -281,7 +281,8 @@ async def test_a_stream_that_breaks_says_so_in_an_event(server: Api) -> None:
 async def test_silence_is_filled_with_pings(
     server: Api, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.anthropic.routes.PING_EVERY_S", 0.01)
+    for name in ("api.anthropic.routes.PING_EVERY_S", "api.generation.running.SILENCE_S"):
+        monkeypatch.setattr(name, 0.01)
     worker.paused = True
     lines: list[str] = []
     async with server.http.stream("POST", PATH, json=body("say", stream=True)) as response:

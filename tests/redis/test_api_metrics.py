@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 
 from api.app import ROUTED
 from api.ops.metrics import exposition
+from shared.learners import ServiceCard
 from shared.machine.status import MachineStatus
 from shared.ranks import RankState, RankStatus
 from shared.redis import keys
@@ -128,8 +129,25 @@ async def test_ranks_of_a_trainer_are_shown_while_it_lives(redis_url: str, redis
     assert "the trainer of policy 'policy' has lost rank 1 (mac1), and ends" in health["reasons"]
     assert "2 ranks (mac0 ready, mac1 lost)" in page
     assert found["mlx_parallm_rl_trainer_memory_bytes"] == {("policy",): 50}, "what it holds of its GPU"
+    assert "GPU 50 B, 40 B of 90 B free" in page
     assert (trainer["machine"]["gpu_total"], trainer["ranks"][1]["machine"]["footprint"]) == (90, 7)
     assert "rank 1 of the trainer of policy 'policy': memory pressure is critical" in health["reasons"]
+
+
+async def test_a_training_service_shows_its_memory(redis_url: str, redis: Redis) -> None:
+    full = MachineStatus(memory_total=100, footprint=7, memory_available=2, pressure="critical")
+    card = ServiceCard(id="s", model=MODEL, max_rank=8, max_learners=4, learners=3, machine=full)
+    async with working(redis_url, lambda spec: Answer()), api(redis_url) as server:
+        await server.ring.learners.announce(card)
+        found, health = await scrape(server), (await server.http.get("/health")).json()
+        page = (await server.http.get("/dashboard")).text
+    (service,) = health["training_services"]
+    assert (service["learners"], service["machine"]["footprint"]) == (3, 7)
+    assert f"the training service of '{MODEL}': memory pressure is critical" in health["reasons"]
+    names = ("", "_max", "_memory_bytes", "_memory_available_bytes", "_memory_pressure")
+    assert [found[f"mlx_parallm_learners{name}"][(MODEL,)] for name in names] == [3, 4, 7, 2, 2]
+    assert "3 of 4" in page
+    assert "process 7 B, machine 2 B of 100 B free" in page
 
 
 async def test_training_code_reads_json(redis_url: str) -> None:

@@ -45,7 +45,15 @@ def test_every_route_has_a_rule_and_every_rule_a_route() -> None:
     shown = {"GET /v1/models", "GET /models", "GET /v1/files", "GET /v1/batches", "GET /v1/jobs", "GET /v1/adapters"}
     shown |= {"GET /v1/deadletters", "GET /health", "GET /livez", "GET /readyz", "GET /metrics", "GET /is_paused"}
     shown |= {"GET /v1/messages/batches", "GET /api/hello"}  # see below
-    shown |= {"GET /v1/feedback", "GET /version", "GET /ping", "POST /ping", "GET /load", "GET /server_info"}
+    shown |= {
+        "GET /v1/feedback",
+        "GET /v1/sessions",
+        "GET /version",
+        "GET /ping",
+        "POST /ping",
+        "GET /load",
+        "GET /server_info",
+    }
     shown |= {f"GET /api/v1/{each}" for each in ("healthz", "get_server_capabilities", "training_runs", "checkpoints")}
     shown |= {"GET /", "GET /api/version", "GET /api/tags", "GET /api/ps"}
     assert free == shown | {"GET /v1/spec_decode/metrics"}, "say in `named` how it names another's things"

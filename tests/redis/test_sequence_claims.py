@@ -145,6 +145,8 @@ async def test_a_sequence_takes_no_more_of_the_kv_budget_than_a_row_can_hold(red
     await q.enqueue([spec("small", kv=10), spec("large", kv=100), spec("next", kv=100), spec("last", kv=10)])
     bounded = replace(plan(8, kv=70), kv_window=30)
     assert ids(await q.claim("w1", bounded)) == ["small", "large", "next"]
+    await q.enqueue([spec("one", kv=10), spec("two", kv=10)])
+    assert ids(await q.claim("w1", replace(plan(8, kv=70), kv_state=25))) == ["last", "one"], "35 each"
 
 
 async def test_an_empty_worker_takes_one_sequence_beyond_its_kv_budget(redis: Redis) -> None:

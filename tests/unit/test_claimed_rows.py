@@ -3,8 +3,9 @@
 from shared.frames import TokenEvent
 from shared.process.settings import load
 from shared.process.worker_settings import WorkerSettings
-from shared.sequences import Claim, ModelCard, SamplingParams, SequenceSpec
+from shared.sequences import Claim, ModelCard, SamplingParams, SequenceClass, SequenceSpec
 from worker.claim_plan import claim_plan
+from worker.engine.scheduler import Limits, Reserved, RowTokens
 from worker.rows import ClaimedRow, ClaimedRows
 
 SPEC = SequenceSpec("s", "m", (1,), SamplingParams(8, 0))
@@ -55,6 +56,32 @@ def test_rows_are_counted_by_what_they_can_hold() -> None:
         card = ModelCard("m", 1000, 10, (), "", "", kv_bytes_per_token=8, dtype="float32", kv_window=window)
         plan = claim_plan(rows, settings, card, 800, most_rows=settings.max_batch_size)
         assert (plan.kv_tokens, plan.kv_window) == (free, window)
+
+
+def test_recurrent_states_count_for_each_row() -> None:
+    """100 positions; two rows of 20 each leave 40 where each has states of as much as 10 more."""
+    rows, settings = ClaimedRows(), load(WorkerSettings, [])
+    for number in range(2):
+        spec = SequenceSpec(f"s{number}", "m", (1,) * 10, SamplingParams(10, 0))
+        rows.add(ClaimedRow.after(Claim(spec, "stream", f"0-{number}", 1), []))
+    card = ModelCard("m", 1000, 10, (), "", "", kv_bytes_per_token=8, dtype="float32", kv_state_bytes=80)
+    plan = claim_plan(rows, settings, card, 800, most_rows=settings.max_batch_size)
+    assert (plan.kv_tokens, plan.kv_state) == (40, 10)
+
+
+def test_one_prompt_of_each_class_may_be_a_copy_on_its_way() -> None:
+    """Of two groups of 50 + 10, in one class and in two, where copies of all do not fit."""
+    free = []
+    for others in ("interactive", "batch"):
+        reserved = Reserved(Limits(10, 1000, 8, 8 * 320), 64, shares=True)
+        for number in range(6):
+            of: SequenceClass = "interactive" if number < 3 else others
+            spec = SequenceSpec(
+                f"s{number}", "m", (1,) * 50, SamplingParams(10, 0), group=str(number // 3), sequence_class=of
+            )
+            reserved.add(RowTokens.of(spec))
+        free.append(320 - reserved.bytes // 8)
+    assert free == [320 - (3 * 49 + 6 * 11), 320 - (4 * 49 + 6 * 11)]
 
 
 def test_a_prompt_that_rows_share_counts_once() -> None:

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_model.loader import LoadedModel
 from shared.ranks import RankStatus
+from trainer.learn.learn_when import Permission
 
 T = TypeVar("T")
 Work = Generator[None, None, T]
@@ -27,6 +28,8 @@ class ComputeHost(Protocol):
         """The other ranks' threads, which must do the same work where ranks divide the model; None: there is one
         rank.
         """
+
+    permission: Permission | None  # of a run that may not always train
 
     async def run(self, start: Callable[[], Work[T]]) -> T:
         """Call `start` in the thread, advance what it gives to its end, and return its value or raise its error."""
@@ -75,10 +78,12 @@ class EngineHost:
 
     def __init__(self, engine: SharedEngine, others: Others | None = None) -> None:
         self._engine, self.others = engine, others
+        self.permission: Permission | None = None
 
     async def run(self, start: Callable[[], Work[T]]) -> T:
         """Run to the end, with decode steps in between."""
-        return await asyncio.wrap_future(self._engine.run_between_steps(start))
+        when_idle = self.permission is not None and self.permission.when.idle
+        return await asyncio.wrap_future(self._engine.run_between_steps(start, when_idle=when_idle))
 
 
 class ThreadHost:
@@ -86,12 +91,14 @@ class ThreadHost:
 
     def __init__(self, others: Others | None = None) -> None:
         self.others = others
+        self.permission: Permission | None = None
         self._abandoned = False
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
     async def run(self, start: Callable[[], Work[T]]) -> T:
-        """Run to the end without a pause."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: finished(start()))
+        """Run to the end, without a pause where the run may always train."""
+        between = None if self.permission is None else self.permission.hold
+        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: finished(start(), between))
 
     def abandon(self) -> None:
         """Do not wait for the thread any more: it may hang in a sum that no other rank takes part in."""
@@ -118,11 +125,13 @@ def at_once(function: Callable[[], T]) -> Callable[[], Work[T]]:
     return start
 
 
-def finished(work: Work[T]) -> T:
-    """The value of work that is done in one go."""
+def finished(work: Work[T], between: Callable[[], None] | None = None) -> T:
+    """The value of work that is done in one go, but for what is called between two units."""
     while True:
         try:
             next(work)
+            if between is not None:
+                between()
         except StopIteration as end:
             value: T = end.value
             return value

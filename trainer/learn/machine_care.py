@@ -1,4 +1,5 @@
-"""Care of a run for its machine between two train steps: waits while it is on battery, frees memory under pressure.
+"""Care of a run for its machine between two train steps: waits while it may not train, or is on battery, and frees
+memory under pressure.
 
 A trainer inside a worker is held by the worker, which knows when; there this only follows the run's own settings.
 """
@@ -36,6 +37,8 @@ class MachineCare:
     @contextlib.asynccontextmanager
     async def step(self, stop: asyncio.Event) -> AsyncIterator[None]:
         """Begin when a train step may begin, or the run is to end; what runs inside is the step."""
+        if self._host.permission is not None:
+            await self._host.permission.wait()
         await self._wait_for_power(stop, self._took_s)
         await self._free_memory(stop)
         began = time.monotonic()

@@ -5,6 +5,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+from redis.asyncio import Redis
+
 from mlx_model.loader import LoadedModel
 from mlx_model.memory import memory_status
 from shared.errors import SetupError, UnknownModelError
@@ -12,11 +14,13 @@ from shared.redis import keys
 from shared.redis.connection.client import connect, require
 from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_calls import SequenceCalls
+from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.redis.training.board import TrainingBoard, ring_id
 from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.orders import Orders
 from shared.redis.training.shared_runs import SharedRun
 from shared.redis.training.trajectory_queue import TrajectoryQueue
+from shared.sequences import ModelCard
 from shared.text.codec import CodecCache, TextCodec
 from shared.training import Beat, Holder
 from trainer.learners.federation import federation
@@ -25,8 +29,8 @@ from trainer.learners.shared_exchange import RunLead
 from trainer.ring.board import RingBoard
 from trainer.ring.http_client import HttpApi
 from trainer.ring.mailbox import RingMailbox
-from trainer.ring.over_http import HttpBoard, HttpJudges, HttpOrders, HttpSink, HttpSource
-from trainer.ring.over_redis import RingSource, StoreSink
+from trainer.ring.over_http import HttpBoard, HttpJudges, HttpOrders, HttpQueue, HttpSink, HttpSource
+from trainer.ring.over_redis import RingScorer, RingSource, StoreSink
 from trainer.ring.ring import TrainerRing
 from trainer.rollouts.scorers import Judges, ring_judges
 from trainer.settings import TrainSettings
@@ -83,6 +87,7 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
             SequenceCalls(redis, card.name, f"train-{settings.run_name}") as calls,
             RingMailbox(orders) as mailbox,
             RunLead(SharedRun(redis, settings.run_name, blocking=blocking)) as lead,
+            _scorer(redis, settings, card, calls) as scorer,
         ):
             live = TrajectoryQueue(redis, settings.adapter, blocking=blocking)
             source = RingSource(redis, card, codec, calls)
@@ -93,8 +98,9 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
             others = lead if settings.learner == "shared" else None
             id = await ring_id(redis)
             ring = TrainerRing(
-                card.base_sha256, codec, source, sink, board, mailbox, live, id, learners, others, model=card.name
-            )
+                card.base_sha256, codec, source, sink, board, mailbox, live, id, learners, others, model=card.name,
+                asked=SequenceQueue(redis, card.name).is_asked, scorer=scorer,
+            )  # fmt: skip
             try:
                 async with _in_federation(ring, settings, url) as ring:
                     yield ring
@@ -104,6 +110,25 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
     finally:
         await redis.aclose()
         await blocking.aclose()
+
+
+@asynccontextmanager
+async def _scorer(
+    redis: Redis, settings: TrainSettings, card: ModelCard, calls: SequenceCalls
+) -> AsyncIterator[RingScorer | None]:
+    """Asks the teacher of the run's samples: another model of the ring, or an adapter of the policy's own."""
+    if settings.mode != "rl" or not settings.teacher:
+        yield None
+        return
+    cards = await WorkerRegistry(redis).models()
+    other = next((each for each in cards if each.name == settings.teacher), None)
+    if other is None or other.name == card.name:
+        yield RingScorer(redis, card, calls)
+        return
+    if other.tokenizer_sha256 != card.tokenizer_sha256:
+        raise SetupError(f"--teacher {other.name} has another tokenizer than {card.name}: it cannot score its tokens")
+    async with SequenceCalls(redis, other.name, f"train-{settings.run_name}-teacher") as theirs:
+        yield RingScorer(redis, other, theirs)
 
 
 @asynccontextmanager
@@ -122,7 +147,10 @@ async def _over_http(api: HttpApi, settings: TrainSettings, mine: LoadedModel | 
             source = HttpSource(api, held.model, settings.run_name, settings.group_deadline_s)
             sink = HttpSink(api, settings.adapter, held.model)
             codec = TextCodec(mine.tokenizer)
-            ring = TrainerRing(mine.card.base_sha256, codec, source, sink, board, mailbox, id=held.ring)
+            queue = HttpQueue(api, held.model)
+            ring = TrainerRing(
+                mine.card.base_sha256, codec, source, sink, board, mailbox, id=held.ring, asked=queue.is_asked
+            )
             async with _in_federation(ring, settings, settings.sync_redis) as ring:
                 yield ring
 

@@ -212,6 +212,30 @@ class HttpSink:
         await self._api.call("POST", f"/v1/trainers/{quote(self._name)}/alerts", _Done, event)
 
 
+class _QueueDepth(msgspec.Struct):
+    model: str
+    sequence_class: str
+    waiting: int
+    leased: int
+
+
+class _Queues(msgspec.Struct):
+    queues: list[_QueueDepth]
+
+
+class HttpQueue:
+    """The queue of a model, as far as a trainer looks at it."""
+
+    def __init__(self, api: HttpApi, model: str) -> None:
+        self._api, self._model = api, model
+
+    async def is_asked(self) -> bool:
+        """True if an interactive sequence waits or runs."""
+        found = await self._api.call("GET", "/v1/ring/snapshot", _Queues, patience_s=2)
+        mine = [each for each in found.queues if (each.model, each.sequence_class) == (self._model, "interactive")]
+        return any(each.waiting or each.leased for each in mine)
+
+
 class HttpBoard:
     """Implementation of RingBoard's store over HTTP; it waits briefly, since the next heartbeat repeats the same."""
 

@@ -1,6 +1,6 @@
 """A ring as a trainer sees it: samples come from it, versions go to it, users ask through it."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,7 @@ from trainer.learners.service import ServiceLearners
 from trainer.learners.shared_exchange import RunLead
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import RingMailbox
-from trainer.rollouts.groups import RolloutSource
+from trainer.rollouts.groups import RolloutSource, Scorer
 from trainer.state import Arrays
 
 
@@ -79,6 +79,11 @@ class AdapterSink(Protocol):
         """Publish an alert: an event and a counter."""
 
 
+async def nobody_asks() -> bool:
+    """For rings that cannot say."""
+    return False
+
+
 @dataclass(frozen=True)
 class TrainerRing:
     """The parts of a ring that a run uses."""
@@ -95,3 +100,5 @@ class TrainerRing:
     lead: RunLead | None = None  # where others may compute with the run
     federation: Federation | None = None  # with which the run averages its weights
     model: str = ""  # served name of the base
+    asked: Callable[[], Awaitable[bool]] = nobody_asks  # whether an interactive request waits or runs
+    scorer: Scorer | None = None  # of a run with a teacher

@@ -37,7 +37,7 @@ from trainer.ring.join import Way, way_to_ring
 from trainer.ring.ring import TrainerRing
 from trainer.rollouts.sight import Sight
 from trainer.runs.metrics import TimeLeft, append, clock, cut, totals_of
-from trainer.runs.run import Run
+from trainer.runs.run import Run, permitted
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, OfferedStep, RunState
 from trainer.versions.checkpoint import Checkpoint, differences
@@ -80,6 +80,7 @@ async def train_on_data(
         way = await stack.enter_async_context(way_to_ring(settings))
         loaded = await load()
         ring = await stack.enter_async_context(way.join(loaded))
+        await stack.enter_async_context(permitted(settings, host, ring))
         await stack.enter_async_context(run_lock(settings.folder))
         run = kind(settings, host, way, ring)
         stack.callback(run.close)

@@ -22,6 +22,7 @@ from trainer.rollouts.scorers import Judges, check_judges, open_scorer
 from trainer.rollouts.sight import sight_of
 from trainer.runs.loop import TrainLoop
 from trainer.runs.parts import Parts
+from trainer.runs.run import permitted
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 from trainer.versions.run_lock import run_lock
@@ -101,6 +102,7 @@ async def train(
         found = await stack.enter_async_context(tasks(settings, way.judges))
         loaded = None if settings.learner == "service" else await load()
         ring = await stack.enter_async_context(way.join(loaded))
+        await stack.enter_async_context(permitted(settings, host, ring))
         await stack.enter_async_context(alerts_of(found.own_code, ring.sink.alert))
         if scored_tasks(settings):
             await check_judges(settings.reward_name, settings.reward_options, way.judges)

@@ -8,9 +8,10 @@ and moments; after `max_rejections` of them in a row the run ends. A `latest` th
 """
 
 import asyncio
+import contextlib
 import time
 from abc import ABC
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 import structlog
@@ -19,9 +20,10 @@ from shared.adapters import GateCheck, version_id
 from shared.errors import ConflictError, ParallmError
 from trainer.learn import gate
 from trainer.learn.compute import ComputeHost
+from trainer.learn.learn_when import Permission
 from trainer.learn.machine_care import MachineCare
 from trainer.learners.handle import Handle
-from trainer.ring.ring import AdapterSink
+from trainer.ring.ring import AdapterSink, TrainerRing
 from trainer.settings import TrainSettings
 from trainer.state import Arrays, RunState
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore
@@ -34,6 +36,19 @@ L = TypeVar("L")
 log = structlog.get_logger()
 
 
+@contextlib.asynccontextmanager
+async def permitted(settings: TrainSettings, host: ComputeHost, ring: TrainerRing) -> AsyncIterator[None]:
+    """Have the host's work follow `--learn-when`, for as long as the run lasts."""
+    if not settings.conditions:
+        yield
+        return
+    async with Permission(settings.conditions, ring.asked, ring.board.note) as host.permission:
+        try:
+            yield
+        finally:
+            host.permission = None
+
+
 class Run(ABC, Generic[L]):
     """One run; `state` may be read at any time."""
 
@@ -44,6 +59,8 @@ class Run(ABC, Generic[L]):
         self.settings, self._host, self._sink, self.state = settings, host, sink, state
         self.checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.keep_checkpoints)
         self._stop = asyncio.Event()
+        if host.permission is not None:
+            host.permission.ends_with(self._stop)
         self._care = MachineCare(settings, host)
         self._disk = Disk(settings.folder, sink.alert, self._stop)
         self._started_ms = time.time_ns() // 1_000_000

@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from mlx_model.loader import LoadedModel
+from mlx_model.memory import memory_status
 from shared.errors import ParallmError
 from shared.learners import LearnerSpec, ServiceCard
 from shared.owners import whoever_it_is_for
@@ -260,6 +261,7 @@ class LearnerService:
                         max_learners=self._settings.max_learners,
                         learners=len(self._places),
                         sees=self._sight is not None,
+                        machine=await asyncio.to_thread(memory_status, self._settings.memory_limit_bytes),
                     )
                 )
             except (RedisError, OSError) as error:

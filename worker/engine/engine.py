@@ -84,9 +84,9 @@ class Engine:
         self._keeping = Keeping(self.prefixes, self._limits.kv_bytes, config.keep_bytes)
         drafts = draft_batch(loaded, config, chunk)
         self.drafting = Drafting(config.speculation, new_kv, drafts, context=loaded.card.context_length)
-        may_share = loaded.kv.shares and self._model.stages == 1
+        form = loaded.kv.shares if self._model.stages == 1 else None
         layer_bytes = self._limits.shared_bytes(1) // max(1, sum(kind_of(leaf).is_cut for leaf in leaves(new_kv)))
-        self._shared = SharedPrompts(config.share_prompts if may_share else "off", layer_bytes)
+        self._shared = SharedPrompts(config.share_prompts, layer_bytes, form)
         self._batch = batch_of(self._model, config, pieces, self._keeping, self._shared, self.drafting)
         self._lane = PrefillLane(self._model, self.prefixes, self._keeping, at_once, pieces)
         self._followers = Followers(self.prefixes, self._model.adapters)
@@ -98,6 +98,7 @@ class Engine:
         self._loading = False  # adapters
         self._frozen = False  # nothing is computed; commands, deadlines and adapter loads go on
         self._stalled = False  # all who wait, wait for their adapter or their grammar
+        self._was_in_lane = False  # the latest prompt of those that are computed one by one
         self._steps = self._failures = 0
         self._throughput = Throughput()
 
@@ -251,12 +252,15 @@ class Engine:
         of = self._class_turns.choose(self._batch.waiting | self._lane.waiting)
         budget = self._pieces.chunk.at_once(self._batch.decoding)
         budget = self._pieces.pace.piece(budget) if of == "batch" else budget
-        in_lane = self._lane.first(of) is not None
-        share = share_prefill(budget, batch_waits=of in self._batch.waiting, lane_waits=in_lane)
+        in_lane, in_batch = self._lane.first(of) is not None, of in self._batch.waiting
+        if self._shared.is_needed and in_lane and in_batch:  # one prompt of a class, as admission counts
+            in_lane = self._lane.has_begun(of) or not (self._was_in_lane or self._batch.has_begun(of))
+            in_batch, self._was_in_lane = not in_lane, in_lane
+        share = share_prefill(budget, batch_waits=in_batch, lane_waits=in_lane)
         if in_lane:
             self._prefill(share.lane, of)
         if len(self._batch):
-            self._decode(share.batch, of)
+            self._decode(share.batch if in_batch or not in_lane else 0, of)
         elif not in_lane:
             self._pieces.forget()  # nothing was computed: that says nothing of the machine's pace
 
@@ -374,6 +378,7 @@ class Engine:
             if task.left:
                 continue
             self._lane.take_out(task)
+            budget = 0 if self._shared.is_needed else budget  # until it has joined it is a copy
             for row in task.rows:
                 row.take_kv(task.cached, task.kv_versions)
             self._scored(task)

@@ -214,6 +214,7 @@ class Limits:
     kv_window: int = 0  # positions that a row holds at most; 0: all
     draft: DraftKv = field(default_factory=DraftKv)
     unshared_bytes: int = 0  # of those of a token, the part that each row has by itself in any case
+    state_bytes: int = 0  # of a row's recurrent states
 
     @classmethod
     def of(cls, card: ModelCard, kv_limit_bytes: int, draft: DraftKv = _NO_DRAFTS) -> "Limits":
@@ -226,6 +227,7 @@ class Limits:
             card.kv_window,
             draft,
             card.kv_unshared_bytes,
+            card.kv_state_bytes,
         )
 
     def kv_bytes(self, tokens: int) -> int:
@@ -237,8 +239,8 @@ class Limits:
         return tokens * (self.kv_bytes_per_token - self.unshared_bytes)
 
     def reserved_bytes(self, tokens: int) -> int:
-        """Bytes to reserve for such a row, including the draft model's KV."""
-        return self.kv_bytes(tokens) + min(tokens, self.draft.most) * self.draft.bytes_per_token
+        """Bytes to reserve for such a row, including recurrent states and the draft model's KV."""
+        return self.kv_bytes(tokens) + self.state_bytes + min(tokens, self.draft.most) * self.draft.bytes_per_token
 
     def refusal(self, spec: SequenceSpec) -> ParallmError | None:
         """Why this sequence can never run here; None when it can."""
@@ -274,14 +276,16 @@ class RowTokens:
     tokens: int
     shared: int = 0  # of them, those that rows of one group store once where prompts are shared
     group: Hashable = None  # None: alone
+    sequence_class: SequenceClass = "interactive"
 
     @classmethod
     def of(cls, spec: SequenceSpec, version: str = "") -> "RowTokens":
         """Those of a sequence whose KV this version computes; the last id of a prompt is fed for each row."""
         if spec.kind != "generate":
-            return cls(spec.kv_tokens, spec.kv_tokens)
+            return cls(spec.kv_tokens, spec.kv_tokens, sequence_class=spec.sequence_class)
         length = len(spec.prompt_ids)
-        return cls(spec.kv_tokens, length - 1, (spec.group, length, version) if spec.group else None)
+        group = (spec.group, length, version) if spec.group else None
+        return cls(spec.kv_tokens, length - 1, group, spec.sequence_class)
 
 
 def are_alike(rows: Sequence[RowTokens]) -> bool:
@@ -294,7 +298,7 @@ class Reserved:
     """KV of the admitted rows, as the batch holds it: each padded to the longest, at the length it may come to have.
 
     Where prompts are shared each group's counts once, and what rows add to it is padded to the longest. One prompt more
-    counts, which is computed for a row that joins later and may have to be a copy until then.
+    of each class counts, which is computed for a row that joins later and may have to be a copy until then.
     """
 
     def __init__(self, limits: Limits, max_rows: int, *, shares: bool = False) -> None:
@@ -345,6 +349,8 @@ class Reserved:
         limits = self._limits
         prompts = {at if row.group is None else row.group: row.shared for at, row in enumerate(rows)}.values()
         longest = max(row.tokens for row in rows)
+        classes = {row.sequence_class for row in rows}
+        on_their_way = sum(max(row.shared for row in rows if row.sequence_class == each) for each in classes)
         own = limits.shared_bytes(max(row.tokens - row.shared for row in rows))
-        unshared = limits.reserved_bytes(longest) - limits.shared_bytes(longest)  # drafts among them
-        return limits.shared_bytes(sum(prompts) + max(prompts)) + len(rows) * (own + unshared)
+        unshared = limits.reserved_bytes(longest) - limits.shared_bytes(longest)  # states and drafts among them
+        return limits.shared_bytes(sum(prompts) + on_their_way) + len(rows) * (own + unshared)

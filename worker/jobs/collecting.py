@@ -26,6 +26,7 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError, ResponseError
 
+from shared.episodes import MOST_TEXT, MOST_TURNS, EpisodePlace, Turn, digest_of_ids, parent_by_ids
 from shared.errors import ParallmError, QueueFullError
 from shared.jobs import RewardSpec
 from shared.owners import working_for
@@ -33,16 +34,18 @@ from shared.redis import keys
 from shared.redis.adapters.splits import count_for_split
 from shared.redis.connection.faults import reason
 from shared.redis.kept.answer_store import AnswerStore
+from shared.redis.kept.episode_store import EpisodeStore, episodes_of
 from shared.redis.kept.kept_things import Terms
 from shared.redis.training.trajectory_intake import Settled, TrajectoryIntake
 from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.rewards.kinds import check
 from shared.scoring.pool import RewardSample
 from shared.scoring.shares import Share
-from shared.sequences import Collection
+from shared.sequences import Collection, SequenceSpec
 from shared.text.codec import TextCodec
 from shared.trajectories import LiveTrajectory, Reward, trajectory_of
 from worker.jobs.context import TickContext
+from worker.jobs.judging import Judging
 from worker.jobs.outcomes import OUTCOMES
 
 log = structlog.get_logger()
@@ -81,9 +84,10 @@ class _Lane:
 class Collecting:
     """Makes trajectories of live traffic, in one runner."""
 
-    def __init__(self, context: TickContext, max_entries: int, max_bytes: int) -> None:
+    def __init__(self, context: TickContext, max_entries: int, max_bytes: int, judging: Judging | None = None) -> None:
         self.context = context
         self._max_entries, self._max_bytes = max_entries, max_bytes
+        self.judging = judging or Judging(context)
         self._shares: dict[str, Share] = {}
         self._lanes: dict[tuple[str, ...], _Lane] = {}
         self._intakes: dict[str, TrajectoryIntake] = {}  # by model
@@ -220,7 +224,7 @@ class Collecting:
             if collect is None or live is None:
                 continue
             if collect.answer:
-                await self._keep(live, collect)
+                await self._keep(live, each.spec, collect)
                 continue
             queue = TrajectoryQueue(
                 self.context.redis, live.policy, max_entries=self._max_entries, max_bytes=self._max_bytes
@@ -232,16 +236,33 @@ class Collecting:
         if made:
             await intake.done([each.entry for each, _ in made])
 
-    async def _keep(self, live: LiveTrajectory, collect: Collection) -> None:
+    async def _keep(self, live: LiveTrajectory, spec: SequenceSpec, collect: Collection) -> None:
         """Keep an answer for feedback; one that did not end by itself was seen by no client as a whole."""
         if OUTCOMES[live.trajectory.finish_reason] != "succeeded":
             return
-        store = AnswerStore(self.context.redis, Terms(collect.answer_ttl_s, collect.answers_bytes))
-        choice = live.id.rpartition("-")[2]
+        terms = Terms(collect.answer_ttl_s, collect.answers_bytes)
+        name = f"{collect.answer}-{live.id.rpartition('-')[2]}"
+        session = "" if collect.place is None else collect.place.session
         try:
-            await store.keep(f"{collect.answer}-{choice}", live)
+            await AnswerStore(self.context.redis, terms).keep(name, live, session)
         except QueueFullError:
             log.warning("collect.too_large", trajectory=live.id, hint="--feedback-store-mb")
+            return
+        if collect.place is not None:
+            turn = turn_of(name, live, spec, collect.place)
+            if await self._join(EpisodeStore(self.context.redis, terms), turn, live) and collect.judged:
+                await self.judging.add(live.tenant, terms, turn)
+
+    async def _join(self, episodes: EpisodeStore, turn: Turn, live: LiveTrajectory) -> bool:
+        """Add an answer to its episode; a prompt without messages follows the turn whose ids it begins with."""
+        keeper, session = episodes_of(live.tenant), turn.place.session
+        if not turn.place.mark:
+            parent = parent_by_ids((await episodes.read(keeper, session)).turns, live.trajectory.prompt_ids)
+            turn = msgspec.structs.replace(turn, parent=parent)
+        added = await episodes.add(keeper, turn)
+        if not added:
+            log.info("collect.episode_full", session=session, turns=MOST_TURNS)
+        return added
 
     def _share(self, packed: bytes) -> Share:
         """The share of a scoring function, kept; one that was given up gets one more try when it comes anew."""
@@ -286,6 +307,28 @@ def live_trajectory(settled: Settled, text: str, reward: Reward | None) -> LiveT
         collected_ms=time.time_ns() // 1_000_000,
         tenant=spec.tenant,
         arm=collect.arm,
+    )
+
+
+def turn_of(name: str, live: LiveTrajectory, spec: SequenceSpec, place: EpisodePlace) -> Turn:
+    """The turn of an episode that an answer is."""
+    t = live.trajectory
+    ended = t.finish_reason == "stop" and t.stop_match is None  # by a token that need not come back
+    ids = (*t.prompt_ids, *(t.completion_ids[:-1] if ended else t.completion_ids))
+    return Turn(
+        name=name,
+        place=place,
+        created_ms=spec.enqueued_ms or live.collected_ms,
+        model=live.model,
+        policy=live.policy,
+        ended_ms=live.collected_ms,
+        versions=tuple(dict.fromkeys(span.version for span in t.spans)),
+        text=t.text[:MOST_TEXT],
+        finish_reason=t.finish_reason,
+        prompt_tokens=len(t.prompt_ids),
+        completion_tokens=len(t.completion_ids),
+        ids_digest=digest_of_ids(ids),
+        ids_length=len(ids),
     )
 
 

@@ -89,7 +89,7 @@ def _named_conversation(value: Any) -> Any:
     return {"id": value} if isinstance(value, str) else value
 
 
-_SAME = {*DrawFields.model_fields, "chat_template_kwargs", "parallel_tool_calls"}  # as in a chat
+_SAME = {*DrawFields.model_fields, "chat_template_kwargs", "parallel_tool_calls", "prompt_cache_key"}  # as in a chat
 
 
 class ResponseRequest(DrawFields):
@@ -153,7 +153,9 @@ class ResponseRequest(DrawFields):
     )
     client_metadata: dict[str, Any] | None = Field(default=None, description="accepted, not used")
     safety_identifier: str | None = Field(default=None, description="accepted, not used")
-    prompt_cache_key: str | None = Field(default=None, description="accepted, not used")
+    prompt_cache_key: str | None = Field(
+        default=None, description="of the form of a UUID it names a session; else it is not used"
+    )
     prompt_cache_retention: str | None = Field(default=None, description="accepted, not used")
     prompt_cache_options: dict[str, Any] | None = Field(default=None, description="accepted, not used")
     chat_template_kwargs: dict[str, Any] | None = None

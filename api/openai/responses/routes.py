@@ -107,6 +107,8 @@ async def _events(
             yield to_bytes({"type": f"response.{name}", "response": writer.shown()})
         try:
             async for events in generation.batches():
+                if generation.comment:
+                    yield generation.comment
                 for _, new in by_choice(events):
                     out = [to_bytes(event) for event in writer.take(writer.choice.take(new))]
                     if out:

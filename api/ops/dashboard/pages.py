@@ -7,10 +7,20 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from api.ops.dashboard.parts import adapter_view, job_view, letters, ring_views, training_views
 from api.ops.dashboard.render import HEADERS, DashboardRoute, Page, page, part
-from api.ops.dashboard.samples import SHOWN, ListedSample, sample_lines, sample_view, thumbnail, waiting_answers
+from api.ops.dashboard.samples import (
+    SHOWN,
+    ListedSample,
+    answer_view,
+    sample_lines,
+    sample_view,
+    thumbnail,
+    waiting_answers,
+)
 from api.ops.dashboard.session import keys_of, may_look
 from api.ops.snapshot import TheSnapshots
 from api.ring.ring import Ring, ring_of
+from api.ring.stored_sessions import stored_session
+from shared.redis.kept.episode_store import episodes_of
 
 router = APIRouter(prefix="/dashboard", route_class=DashboardRoute, dependencies=[Depends(may_look)])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -110,6 +120,63 @@ async def feedback(request: Request, ring: TheRing, snapshots: TheSnapshots) -> 
     kept = bool(ring.settings.feedback_ttl_s)
     about = Page("Feedback", "feedback")
     return page(request, "feedback.html", about, ring=await snapshots.read(), answers=answers, kept=kept)
+
+
+@router.get("/sessions")
+async def sessions(request: Request, ring: TheRing, snapshots: TheSnapshots) -> Response:
+    """The conversations that were used last, of all tenants."""
+    tenants = sorted({"", *(key.asker.tenant for key in keys_of(request))})
+    found = [(each, each_of) for each_of in tenants for each in await ring.episodes.list(episodes_of(each_of))]
+    found = sorted(found, key=lambda pair: -pair[0].used_ms)[:SHOWN]
+    kept = bool(ring.settings.feedback_ttl_s)
+    return page(
+        request,
+        "sessions.html",
+        Page("Sessions", "sessions"),
+        ring=await snapshots.read(),
+        sessions=found,
+        kept=kept,
+    )
+
+
+@router.get("/sessions/{session_id}")
+async def session(
+    request: Request,
+    session_id: Annotated[str, Path(max_length=160)],
+    ring: TheRing,
+    snapshots: TheSnapshots,
+    tenant: Annotated[str, Query(max_length=64)] = "",
+) -> Response:
+    """One conversation, turn by turn."""
+    stored = await stored_session(ring, tenant, session_id)
+    numbers = {each.turn.name: number for number, each in enumerate(stored.turns, 1)}
+    return page(
+        request,
+        "session.html",
+        Page(session_id, "sessions"),
+        ring=await snapshots.read(),
+        session_id=session_id,
+        tenant=tenant,
+        turns=stored.turns,
+        stored=stored,
+        numbers=numbers,
+    )
+
+
+@router.get("/turns/{name}")
+async def turn(
+    request: Request,
+    name: Annotated[str, Path(max_length=512)],
+    ring: TheRing,
+    snapshots: TheSnapshots,
+    tenant: Annotated[str, Query(max_length=64)] = "",
+) -> Response:
+    """One turn, token by token: a piece of its session's page, or a page of its own."""
+    view = await answer_view(ring, tenant, name)
+    if request.headers.get("hx-request") == "true":
+        return HTMLResponse(part("sample", job_id="", sample=view), headers=HEADERS)
+    about = Page("One turn", "sessions")
+    return page(request, "sample.html", about, ring=await snapshots.read(), job_id="", sample=view)
 
 
 @router.get("/deadletters")

@@ -169,12 +169,26 @@ async def sample_view(ring: Ring, status: JobStatus, ordinal: int) -> SampleView
         raise NotFoundError(f"sample {ordinal} of {status.id} has not finished, or there is none")
     trajectory = msgspec.json.decode(results[0][1], type=Trajectory)
     codec = await _codec(ring, status.model)
+    images = await _images(ring, status.id, trajectory)
+    return await aside(_view, ordinal, trajectory, codec, images)
+
+
+async def answer_view(ring: Ring, tenant: str, name: str) -> SampleView:
+    """A stored answer; NotFoundError when it is not there any more."""
+    answer = await ring.answers.find(answers_of(tenant), name)
+    if answer is None:
+        raise NotFoundError("the tokens of this turn are not stored any more")
+    live = await aside(live_of, answer)
+    return await aside(_view, 0, live.trajectory, await _codec(ring, live.model), [])
+
+
+def _view(ordinal: int, trajectory: Trajectory, codec: TextCodec | None, images: list[str]) -> SampleView:
     prompt = codec.decode(trajectory.prompt_ids, False) if codec else " ".join(map(str, trajectory.prompt_ids))
     versions = list(dict.fromkeys(span.version for span in trajectory.spans))
     colours = {version: i % 6 if version else -1 for i, version in enumerate(sorted(versions, key=_age))}
     tokens = [_token(codec, trajectory, at, colours) for at in range(len(trajectory.completion_ids))]
     shown = sorted(colours.items(), key=lambda item: _age(item[0]))
-    return SampleView(ordinal, trajectory, prompt, tokens, shown, await _images(ring, status.id, trajectory))
+    return SampleView(ordinal, trajectory, prompt, tokens, shown, images)
 
 
 async def _images(ring: Ring, job_id: str, trajectory: Trajectory) -> list[str]:

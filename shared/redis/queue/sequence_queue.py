@@ -59,6 +59,7 @@ class ClaimPlan:
     kv_tokens: int  # free KV positions; an entry that does not fit waits, and all after it
     worker_is_empty: bool  # then the first entry need not fit, and suspects may run
     kv_window: int = 0  # positions that a row holds at most; 0: as many as it has
+    kv_state: int = 0  # positions that a row takes besides, whatever its length
 
 
 class Timely(NamedTuple):
@@ -320,6 +321,11 @@ class SequenceQueue:
             for kind in CLASSES
         }
 
+    async def is_asked(self) -> bool:
+        """True if an interactive sequence waits or runs."""
+        depth = (await self.depth())["interactive"]
+        return bool(depth.waiting or depth.leased)
+
     async def unclaimed(self) -> dict[SequenceClass, int]:
         """Size of each class's backlog; the cost does not depend on the number of sequences."""
         places = ("", keys.HANDED_BACK, keys.SUSPECTS)
@@ -342,7 +348,7 @@ class SequenceQueue:
         rest = [keys.suspect_turn(self._model), keys.dead_letters(self._model)]
         args: list[Argument] = [keys.GROUP, worker_id, plan.rows, plan.interactive_first, plan.batch_first]
         args += [plan.batch_max, plan.kv_tokens, "1" if plan.worker_is_empty else "", STEAL_AFTER_MS, self._prefix]
-        args += [QUEUE_TTL_S, TURN_MS, "1" if handed_back else "", plan.kv_window]
+        args += [QUEUE_TTL_S, TURN_MS, "1" if handed_back else "", plan.kv_window, plan.kv_state]
         args += () if plan.worker_is_empty else asker.suspects
         tips, rows, steal_in_ms = await _CLAIM(self._redis, [*own, *rest, *others], args)
         if not handed_back:

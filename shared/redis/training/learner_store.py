@@ -12,7 +12,7 @@ Invariants.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -310,3 +310,7 @@ class LearnerStore:
     async def service(self, model: str) -> ServiceCard | None:
         """A service that trains learners of this model, if one lives."""
         return await self._services.find(keys.learner_service(model))
+
+    async def services(self, models: Iterable[str]) -> list[ServiceCard]:
+        """The services that live, at most one for each model."""
+        return [card for model in models if (card := await self.service(model)) is not None]

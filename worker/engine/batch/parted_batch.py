@@ -43,6 +43,10 @@ class PartedBatch:
         """Classes of the prompts that are not through."""
         return set[SequenceClass]().union(*(part.waiting for part in self.parts))
 
+    def has_begun(self, of: SequenceClass) -> bool:
+        """True if prompts of a class are being computed."""
+        return any(part.has_begun(of) for part in self.parts)
+
     @property
     def decoding(self) -> int:
         """Rows that have a first token."""

@@ -152,6 +152,10 @@ class PrefillLane:
         networks = (task for task in tasks if task.network is not None and (has_time or not task.left))
         return next(networks, None) or next((task for task in tasks if task.network is None), None)
 
+    def has_begun(self, of: SequenceClass) -> bool:
+        """True if the running task of a class has KV."""
+        return (task := self.first(of)) is not None and bool(task.kv)
+
     def add(self, task: PrefillTask) -> None:
         """Queue a task, or join an equal one."""
         if other := self._joinable(task):

@@ -126,6 +126,10 @@ class RunningBatch:
         rows += [group.rows[0] for group in self._groups]
         return {row.spec.sequence_class for row in rows}
 
+    def has_begun(self, of: SequenceClass) -> bool:
+        """True if prompts of a class are being computed."""
+        return any(group.rows[0].spec.sequence_class == of for group in self._groups)
+
     @property
     def decoding(self) -> int:
         """Rows that get a token in every step."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from mlx_model.device import on_cpu, on_cuda
 from mlx_model.kv.kinds import shared, whole
+from mlx_model.kv.shared import Form
 from shared.process.worker_settings import SharePrompts
 from worker.engine.batch.prompt_group import PromptGroup
 from worker.engine.batch.row import Row
@@ -50,8 +51,9 @@ Plan = dict[Row, Beginning | None]  # None: a prompt of one id
 class SharedPrompts:
     """Beginnings of the rows of one batch. `layer_bytes`: KV of a position in one layer."""
 
-    def __init__(self, when: SharePrompts, layer_bytes: int = 0) -> None:
-        self._when = when
+    def __init__(self, when: SharePrompts, layer_bytes: int = 0, form: Form | None = None) -> None:
+        """`form`: in which the model's layers read beginnings; None: in none."""
+        self._when, self._form = when if form else "off", form or "keys"
         least = LEAST_ON_CPU if on_cpu() else LEAST_ON_CUDA if on_cuda() else 0  # 0: not measured
         self._least = -(-least // max(1, layer_bytes))  # positions
         self.is_needed = False  # copies of all rows would not fit the memory
@@ -87,8 +89,8 @@ class SharedPrompts:
         if plan is None:
             return cache, padding
         if rows and not self._of:
-            cache, padding = _apart(cache, padding, rows, plan)
-        group.cache, group.padding = _apart(group.cache, group.padding, group.rows, plan)
+            cache, padding = self._apart(cache, padding, rows, plan)
+        group.cache, group.padding = self._apart(group.cache, group.padding, group.rows, plan)
         self._of = plan
         return cache, padding
 
@@ -135,6 +137,13 @@ class SharedPrompts:
         fitting = [of for of in known if len(of.ids) >= least and of.begins(ids)]
         return max(fitting, key=lambda of: len(of.ids), default=None) or Beginning(ids[:length], computed)
 
+    def _apart(
+        self, cache: Sequence[Any], padding: Sequence[int], rows: Sequence[Row], plan: Plan
+    ) -> tuple[list[Any], list[int]]:
+        each = [None if (of := plan[row]) is None else (of, len(of.ids)) for row in rows]
+        caches, after = shared(cache[:-1], each, padding, self._form)
+        return [*caches, cache[-1]], after
+
 
 def _computed_by(row: Row, together: Hashable = None) -> Hashable:
     """The version of its KV; of several, what is the same of all rows that were computed as one, if they were."""
@@ -155,11 +164,3 @@ def _spared(rows: Collection[Row], plan: Plan) -> int:
     own = max(_end(row) - (len(of.ids) if (of := plan[row]) else 0) for row in rows)
     beginnings = sum(len(of.ids) for of in {plan[row] for row in rows} if of)
     return len(rows) * (max(map(_end, rows)) - own) - beginnings
-
-
-def _apart(
-    cache: Sequence[Any], padding: Sequence[int], rows: Sequence[Row], plan: Plan
-) -> tuple[list[Any], list[int]]:
-    each = [None if (of := plan[row]) is None else (of, len(of.ids)) for row in rows]
-    caches, after = shared(cache[:-1], each, padding)
-    return [*caches, cache[-1]], after

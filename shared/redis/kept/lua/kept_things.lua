@@ -12,7 +12,7 @@ local function forget(prefix, id)
   local uses, sizes = prefix .. 'uses', prefix .. 'sizes'
   redis.call('UNLINK', prefix .. 'thing:' .. id, prefix .. 'order:' .. id, prefix .. 'events:' .. id)
   redis.call('ZREM', uses, id)
-  for _, order in ipairs({'waiting', 'judged'}) do redis.call('ZREM', prefix .. 'order:' .. order, id) end -- answers
+  for _, order in ipairs({'waiting', 'judged', 'sessions'}) do redis.call('ZREM', prefix .. 'order:' .. order, id) end
   redis.call('HINCRBY', sizes, 'all', -(tonumber(redis.call('HGET', sizes, id) or '0')))
   redis.call('HDEL', sizes, id)
 end

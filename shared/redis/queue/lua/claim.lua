@@ -20,14 +20,15 @@
 -- ARGV[12] turn_ms          how long a worker may take to run empty for suspects, unless it asks again
 -- ARGV[13] handed_back      '1': nothing but the handed back streams
 -- ARGV[14] window           KV positions that a sequence takes at most, '0': as many as it says
--- ARGV[15..]                ids of the last suspects that this worker was given
+-- ARGV[15] state            KV positions that a sequence takes besides, whatever its length
+-- ARGV[16..]                ids of the last suspects that this worker was given
 -- Returns {last generated ids of KEYS[1..8] and KEYS[11..], claims, ms until an entry that is too young may be stolen,
 -- 0: none}; a claim is {stream, entry, id, spec, attempt, api, job, verdict} with verdict 'run', 'suspect', 'cancelled' or
 -- 'deadline'. All are leased; the caller commits the end of the last two.
 local group, worker = ARGV[1], ARGV[2]
 local rows, batch_left, kv = tonumber(ARGV[3]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local empty, steal_ms, prefix, ttl = ARGV[8] == '1', tonumber(ARGV[9]), ARGV[10], ARGV[11]
-local window = tonumber(ARGV[14])
+local window, state = tonumber(ARGV[14]), tonumber(ARGV[15])
 local now = server_ms()
 local claims = {}
 local running = 0
@@ -82,6 +83,7 @@ local function choose(entries, quota, limit, min_age)
       local goes_on = begun and begun ~= '' and begun == fields.group
       local need = math.max(0, tonumber(fields.kv) or 0)
       if window > 0 then need = math.min(need, window) end
+      need = need + state
       if used >= limit or (used >= quota and not goes_on) then break end
       if not goes_on and running > 0 and used + size_of_group(entries, i) > limit then break end
       if need > kv and not (empty and running == 0) then
@@ -145,7 +147,7 @@ local function tips()
 end
 
 local function runs_suspects()
-  for i = 15, #ARGV do
+  for i = 16, #ARGV do
     local h = redis.call('HMGET', prefix .. ARGV[i], 'state', 'worker')
     if h[1] == 'running' and h[2] == worker then return true end
   end

@@ -1,0 +1,87 @@
+"""Models of the catalogue: where each stands, and whether a host can load one that no worker serves now.
+
+All of it is computed from the last look at hosts and catalogue (`shared/catalogue.py:RingModels`).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.catalogue import CatalogueEntry, HeldState, HostStatus, RingModels
+from shared.fit.plan import gb
+
+# Of a model that no host holds: loadable, since a host can load it on request, or unavailable
+ModelState = HeldState | Literal["loadable", "unavailable"]
+
+_NEAREST: tuple[HeldState, ...] = ("ready", "loading", "downloading", "unloading")  # to an answer
+_COMES = ("ready", "loading", "downloading")
+FAILED_RETRY_S = 30
+EMPTY = RingModels(0, {}, (), (), {}, {})
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why no host can load a model."""
+
+    reason: str
+    retry_after_s: int = 2
+    is_size: bool = False  # it is too large for each machine: waiting changes nothing
+
+
+def obstacle(models: RingModels, entry: CatalogueEntry) -> Obstacle | None:
+    """Why no host can load the model; None if one can, or does."""
+    hosts = [host for host in models.hosts if not host.draining]
+    held = [each for host in hosts if (each := host.holds(entry.name)) is not None]
+    if any(each.state != "failed" for each in held):
+        return None
+    if not hosts:
+        return Obstacle("no host is running that could load it (mlx_parallm_worker with several --model)")
+    offering = [host for host in hosts if entry.name in host.offers]
+    if not offering and entry.ranks > 1:
+        return Obstacle(f"a group of {entry.ranks} processes serves it, and none is running")
+    if not offering:
+        return Obstacle(
+            f"none of the {len(hosts)} hosts has the files of '{entry.source}', or may fetch them; see their logs"
+        )
+    fitting = [host for host in offering if host.offers[entry.name] <= (host.memory_bytes or float("inf"))]
+    if not fitting:
+        return Obstacle(_too_large(entry, offering), is_size=True)
+    failures = {host.host: each for host in fitting if (each := host.holds(entry.name)) is not None}
+    if len(failures) == len({host.host for host in fitting}):
+        reasons = "; ".join(
+            f"on {name} loading failed: {each.why or 'no reason given'}" for name, each in failures.items()
+        )
+        return Obstacle(reasons, FAILED_RETRY_S)
+    return None
+
+
+def _too_large(entry: CatalogueEntry, offering: list[HostStatus]) -> str:
+    largest = max(offering, key=lambda host: host.memory_bytes - host.offers[entry.name])
+    return (
+        f"it needs {gb(largest.offers[entry.name])} of memory, and the largest machine that has its files, "
+        f"{largest.host}, has {gb(largest.memory_bytes)} for models"
+    )
+
+
+def state_of(models: RingModels, entry: CatalogueEntry) -> ModelState:
+    """The state of a model that no worker serves: on the host where it is nearest to an answer."""
+    states = {held.state for _, held in models.holding(entry.name)}
+    found = next((state for state in _NEAREST if state in states), None)
+    if found is not None:
+        return "loading" if found == "ready" else found  # its worker is about to be seen
+    if obstacle(models, entry) is None:
+        return "loadable"
+    return "failed" if "failed" in states else "unavailable"
+
+
+def progress_of(models: RingModels, name: str) -> float:
+    """Share of a download or load that is done, on the host that is furthest; 0 without one."""
+    held = [each for _, each in models.holding(name)]
+    return max((1.0 if each.state == "ready" else each.progress for each in held if each.state in _COMES), default=0.0)
+
+
+def waiting_for(models: RingModels, entry: CatalogueEntry) -> str:
+    """Words that say what a request for the model waits for."""
+    state = state_of(models, entry)
+    if state in _COMES:
+        return f"{state} {progress_of(models, entry.name):.0%}"
+    return "waiting for a host to load the model"
