@@ -214,7 +214,8 @@ SMALLEST = {
 
 
 RINGS = (
-    "adapter_publish", "agent_turns", "cart_pole", "court", "forced_calls", "hosted_learners", "learning", "memory", "overload",
+    "adapter_publish", "agent_turns", "cart_pole", "court", "forced_calls",
+    "hosted_learners", "learning", "memory", "overload",
     "replay", "served", "traces", "transfers",
 )  # fmt: skip
 
