@@ -25,7 +25,7 @@ import mlx.nn as nn
 
 from mlx_model.device import on_cpu, on_cuda
 from mlx_model.joined import joined_of
-from mlx_model.lora.deltas import Deltas, Held, Kernel
+from mlx_model.lora.deltas import Deltas, Held, Kernel, times_of_slots
 from mlx_model.routing import Routing
 from mlx_model.sites import Site, group_of, partial_sums
 
@@ -215,7 +215,7 @@ def _times(x_BLI: mx.array, w_SIO: mx.array, slots_B: mx.array) -> mx.array:
     """x W[slot], where copies of W per row would be too large to be made on a GPU."""
     if w_SIO.dtype != mx.float32 and on_cpu():
         return x_BLI @ w_SIO[slots_B]
-    return mx.gather_mm(x_BLI, w_SIO, rhs_indices=slots_B)
+    return times_of_slots(x_BLI, w_SIO, slots_B)
 
 
 class MultiLoRALinear(nn.Module):  # type: ignore[misc]

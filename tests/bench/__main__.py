@@ -29,6 +29,7 @@ MEASUREMENTS = {
     "agent_turns": "later turns of Claude Code, Codex and opencode over their first ones, as these have sent them",
     "disk": "a second turn after a restart, from disk; what running streams notice of reads and writes",
     "shared_prompts": "rows that store and read their prompt once, over copies: memory, steps, a job",
+    "group_training": "train steps of groups: a prompt with each sample, once and copied, once and read in place",
     "routing": "log-probabilities of sampler and trainer of a mixture of experts, with routing replay and without",
     "kv_bits": "KV in 8 and 4 bits: rows in the same memory, and decode speed over full precision",
     "speculation": "rows with drafts over rows without, by how often drafts are right",
@@ -36,6 +37,7 @@ MEASUREMENTS = {
     "draft_model": "rows with a draft model over rows without: the model itself, and a part of it",
     "curricula": "train steps to the same held-out reward with a curriculum, over without",
     "cart_pole": "PPO holds a pole on a cart, over a ring: a worker acts, the trainer publishes versions",
+    "court": "tokens that a faulty worker writes until others have found it wrong, by fault and share",
     "epochs": "a job's second epoch over the first one's prompts, with what it wrote remembered over without",
     "transfers": "a leaving worker's long row: the wait for its next token elsewhere, with KV transfer and without",
     "overload": "goodput and first tokens at four times the sustainable rate; slow readers; 1,000 streams",
@@ -44,6 +46,7 @@ MEASUREMENTS = {
     "scale": "what one Redis carries of 1,000 workers and 100 apis, in slower time; the cost of each kind of work",
     "adapter_publish": "from a publish to the first token of the new version at each of 2 workers",
     "adapter_flight": "token frames while 100 MB of adapter are in flight",
+    "placement": "what many models on few machines serve in time, over all that is asked for, simulated",
     "splits": "regret of splits whose shares move, over fixed ones, simulated",
     "traces": "requests and streams with OpenTelemetry traces absent, off, on for one in ten, on for all",
 }
