@@ -70,6 +70,28 @@ class AdapterView(msgspec.Struct, frozen=True):
     loaded: dict[str, int]  # worker -> version
 
 
+class PlaceView(msgspec.Struct, frozen=True):
+    """A host that holds a model, or loads it."""
+
+    host: str  # the machine
+    state: str
+    progress: float  # of a download or a load
+    need_bytes: int
+
+
+class ModelView(msgspec.Struct, frozen=True):
+    """A model of the catalogue."""
+
+    name: str
+    state: str
+    pinned: bool
+    size_bytes: int  # of its weights; 0: not known
+    places: list[PlaceView]
+    waiting: dict[str, int]  # by class
+    running: int
+    why: str  # no host can load it
+
+
 class TrainingView(msgspec.Struct, frozen=True):
     """State of a policy's training on the first page."""
 
@@ -94,4 +116,5 @@ class RingSnapshot(msgspec.Struct, frozen=True):
     tokens_per_s: float  # decoded, over the last heartbeats
     history: list[RingSample] = []
     services: list[ServiceCard] = []  # training services that live, one of each model
+    catalogue: list[ModelView] = []
     troubles: list[str] = []  # processes that end again and again, or have not begun: a model is downloaded
