@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -18,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.utils
 import msgspec
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
 from mlx_model import cuda_graphs, memory
@@ -27,11 +30,12 @@ from mlx_model.collectives.ranks import Ranks, one_after_another, ranks_of
 from mlx_model.config import DraftKv, EngineConfig, check_settings
 from mlx_model.device import on_cpu, on_cuda
 from mlx_model.draft import DraftModel, check_tokenizer
+from mlx_model.fast_blas import cache_folder
 from mlx_model.heads.classifier import Classifier, is_classifier
 from mlx_model.heads.head import Heads
 from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.kv.kinds import kind_of, leaves, states, window_of
-from mlx_model.kv.layout import KvLayout, check_asked, layout_of
+from mlx_model.kv.layout import KvLayout, check_asked, layout_asked, layout_of
 from mlx_model.mended import mend
 from mlx_model.pipeline import cut
 from mlx_model.pooling import hidden_size
@@ -41,14 +45,16 @@ from mlx_model.step.decode_step import join_products
 from mlx_model.tuned import ModelTuning, tuning_of
 from mlx_model.vision.families import AnyTower, chat_template, check_known, is_vision, load_seeing
 from shared.errors import SetupError
-from shared.fit.model_fit import Asked, fit_model
+from shared.fit.model_fit import Asked, Device, demand_of, facts_of, fit_model
+from shared.fit.needs import total
 from shared.fit.plan import LEAST_TOKENS as ROW_TOKENS
-from shared.fit.plan import MemoryPlan, gb
+from shared.fit.plan import Demand, MemoryPlan, gb
 from shared.gguf.cached import cached_folder, is_gguf
 from shared.gguf.conversion import Conversion
 from shared.machine.system import this_system, trouble_with_mlx
 from shared.process.group_settings import Sharding
 from shared.process.model_aliases import is_hub_name, short_name
+from shared.process.start_reports import report
 from shared.sequences import ModelCard
 from shared.text.codec import TokenizerBundle
 from shared.text.languages.families import HERMES, TOOL_FORMATS, recognised
@@ -57,6 +63,8 @@ log = logging.getLogger(__name__)
 
 _LEAST_TOKENS = 64  # of KV, without which a worker answers nobody
 _FEW_ROWS = 4
+_LARGE_FILE = 64 << 20  # bytes of a file that is not read again for its hash
+_PIECE_BYTES = 64 << 20  # of weights that are evaluated at once
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_CONTEXT = 4096
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -124,17 +132,42 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     sha256 = base_sha256(path)
     tuning = tuning_of(sha256) if ranks is None else None  # ranks would differ
     joins = ranks is None and (on_cuda() or (tuning is not None and bool(tuning.joins)))
-    model, bundle, model_config, heads, tower, whole = _read(path, config, ranks, joins=joins)
-    context = _context_length(model_config, config.max_context)
+    read = _read(path, config, ranks, joins=joins)
+    model, bundle, model_config, heads, tower, whole = read
     times = None if tuning is None else tuning.kv.get(config.kv_bits)
-    kv = layout_of(model, config.kv_bits, config.kv_group_size, _bound(config, context), times)
-    (kv_bytes, unshared, state), kv_window, vocab, dtype = _measure(model, kv)
+    bound = _bound(config, _context_length(model_config, config.max_context))
+    kv = layout_of(model, config.kv_bits, config.kv_group_size, bound, times)
+    card = _card(config, sha256, read, kv, ranks)
+    draft = _draft_model(config, bundle)
+    limit, prefix = planned.kv_bytes, planned.prefix_bytes
+    if ranks is not None:  # all admit the same rows, and keep the same prefixes
+        limit, prefix = ranks.least(limit), ranks.least(prefix)
+    if config.memory.serves:
+        _check_kv(limit, card, planned)
+    else:  # a trainer's batches have ever other shapes, and what it keeps of them others on this GPU lack
+        memory.bound_freed_memory(config.memory.limit_bytes or memory.memory_status().available)
+    eyes = tower if _sees(ranks) else None
+    return LoadedModel(card, bundle, model, model_config, path, limit, prefix, kv, draft, heads, eyes, whole, tuning)
+
+
+def _card(
+    config: EngineConfig,
+    sha256: str,
+    read: _ReadModel,
+    kv: KvLayout,
+    ranks: Ranks | None = None,
+    *,
+    computes: bool = True,
+) -> ModelCard:
+    """The card of a model that was read; `computes` as in `_measure`."""
+    model, bundle, model_config, heads, tower, whole = read
+    (kv_bytes, unshared, state), kv_window, vocab, dtype = _measure(model, kv, computes=computes)
     if ranks is not None:
         kv_bytes, unshared, state = (ranks.largest(each) for each in (kv_bytes, unshared, state))
     states = hidden_size(model)
-    card = ModelCard(
+    return ModelCard(
         name=config.served_name or short_name(config.model),
-        context_length=context,
+        context_length=_context_length(model_config, config.max_context),
         vocab_size=vocab,
         eos_token_ids=bundle.eos_token_ids,
         tokenizer_sha256=bundle.sha256,
@@ -154,16 +187,40 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
         shows_states=states > 0,
         vision=None if tower is None else tower.vision,
     )
-    draft = _draft_model(config, bundle)
-    limit, prefix = planned.kv_bytes, planned.prefix_bytes
-    if ranks is not None:  # all admit the same rows, and keep the same prefixes
-        limit, prefix = ranks.least(limit), ranks.least(prefix)
-    if config.memory.serves:
-        _check_kv(limit, kv_bytes, card, planned)
-    else:  # a trainer's batches have ever other shapes, and what it keeps of them others on this GPU lack
-        memory.bound_freed_memory(config.memory.limit_bytes or memory.memory_status().available)
-    eyes = tower if _sees(ranks) else None
-    return LoadedModel(card, bundle, model, model_config, path, limit, prefix, kv, draft, heads, eyes, whole, tuning)
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """Properties of a model in files here, found without its weights in memory."""
+
+    card: ModelCard  # as a worker's that loads it with the same settings
+    tokenizer: TokenizerBundle
+    family: str  # `model_type`
+    weight_bytes: int  # in memory
+    demand: Demand  # of memory
+    device: Device
+
+
+def describe_model(config: EngineConfig) -> ModelDescription:
+    """Describe a model of which only the shapes are looked at; SetupError where it cannot be loaded.
+
+    MLX reads a weight when something is computed with it, and nothing is.
+    """
+    path = model_folder(config.model)
+    described, asked, draft_config = _asked_memory(config, path, 1)
+    device = memory.plan_device(config.dtype)
+    facts, draft = facts_of(path, described, asked, device, draft_config)
+    read = _read(path, config, computes=False)
+    bound = _bound(config, _context_length(read[2], config.max_context))
+    kv = layout_asked(read[0], config.kv_bits, config.kv_group_size, bound)
+    return ModelDescription(
+        _card(config, base_sha256(path), read, kv, computes=False),
+        read[1],
+        str(described.get("model_type", "")),
+        total(facts.weights()),
+        demand_of(facts, asked, draft),
+        device,
+    )
 
 
 def check_model(config: EngineConfig, ranks: int = 1) -> str:
@@ -195,6 +252,15 @@ def _memory_plan(config: EngineConfig, path: Path, ranks: int, *, fetches: bool 
 
     Unless it `fetches`, a draft model of the hub is not counted.
     """
+    described, asked, draft_config = _asked_memory(config, path, ranks, fetches=fetches)
+    device = memory.plan_device(config.dtype)
+    return fit_model(path, described, asked, device, draft_config, keeps=config.memory.reserves)
+
+
+def _asked_memory(
+    config: EngineConfig, path: Path, ranks: int, *, fetches: bool = True
+) -> tuple[dict[str, Any], Asked, dict[str, Any] | None]:
+    """The model's config.json, the memory that the settings ask for, and the draft model's config.json."""
     described = _described(path)
     draft = None if config.speculation is None else config.speculation.draft_model or None
     is_here = draft is not None and (fetches or Path(draft).expanduser().exists() or not is_hub_name(draft))
@@ -219,11 +285,12 @@ def _memory_plan(config: EngineConfig, path: Path, ranks: int, *, fetches: bool 
         serves=own.serves,
         draft=draft_path,
     )
-    return fit_model(path, described, asked, memory.plan_device(config.dtype), draft_config, keeps=own.reserves)
+    return described, asked, draft_config
 
 
-def _check_kv(limit: int, kv_bytes: int, card: ModelCard, planned: MemoryPlan) -> None:
+def _check_kv(limit: int, card: ModelCard, planned: MemoryPlan) -> None:
     """SetupError where a worker would be ready and refuse every request."""
+    kv_bytes = card.kv_bytes_per_token
     tokens = min(_LEAST_TOKENS, card.context_length)
     if limit < tokens * kv_bytes:
         raise SetupError(
@@ -267,12 +334,16 @@ def _sees(ranks: Ranks | None) -> bool:
     return ranks is None or ranks.rank == 0
 
 
+_ReadModel = tuple[Any, TokenizerBundle, dict[str, Any], Heads, AnyTower | None, Whole | None]
+
+
 def _read(
-    path: Path, config: EngineConfig, ranks: Ranks | None = None, *, joins: bool = False
-) -> tuple[Any, TokenizerBundle, dict[str, Any], Heads, AnyTower | None, Whole | None]:
+    path: Path, config: EngineConfig, ranks: Ranks | None = None, *, joins: bool = False, computes: bool = True
+) -> _ReadModel:
     """The module with its weights in memory, its tokenizer, its config.json, its own heads, and what it sees with.
 
-    Of several ranks: this one's part of the module, and what the whole was.
+    Of several ranks: this one's part of the module, and what the whole was. Unless it `computes`, the weights stay in
+    their files.
     """
     heads: Heads = {}
     whole: Whole | None = None
@@ -281,7 +352,7 @@ def _read(
         described = mlx_lm.utils.load_config(path)
         if is_classifier(described):
             classifier = Classifier(described)
-            model, model_config = classifier.load(path, lazy=ranks is not None)
+            model, model_config = classifier.load(path)
             heads = classifier.heads(hidden_size(model))
         elif is_vision(described) and config.sees:
             (model, tower), model_config = load_seeing(path, described), described
@@ -289,8 +360,7 @@ def _read(
             model, model_config = load_borrowed(path), described
         else:
             check_known(described)
-            trusts, lazy = config.trust_remote_code, ranks is not None
-            model, model_config = mlx_lm.utils.load_model(path, lazy, trust_remote_code=trusts)
+            model, model_config = mlx_lm.utils.load_model(path, True, trust_remote_code=config.trust_remote_code)
             mend(model)
         if ranks is not None:
             whole = _divide(model, ranks, config.sharding)
@@ -298,19 +368,38 @@ def _read(
         tokenizer = mlx_lm.utils.load_tokenizer(path, split, model_config.get("eos_token_id"))
         if tower is not None and not tokenizer.chat_template:
             tokenizer.chat_template = chat_template(path)
+        _set_dtype(model, config.dtype)
+        if computes:
+            _read_in_pieces(model) if ranks is None else read_weights(model)
+        parts = tower.parts if computes and tower is not None and _sees(ranks) else ()
+        for part in parts:
+            _set_dtype(part, config.dtype)
+            mx.eval(part.parameters())
     except SetupError as error:
         raise SetupError(f"cannot load the model at {path}: {error}") from error
     except Exception as error:
         raise SetupError(f"cannot load the model at {path}: {type(error).__name__}: {error}") from error
-    _set_dtype(model, config.dtype)
-    mx.eval(model.parameters()) if ranks is None else read_weights(model)
-    if joins:
+    if joins and computes:
         join_products(model)
-    for part in tower.parts if tower is not None and _sees(ranks) else ():
-        _set_dtype(part, config.dtype)
-        mx.eval(part.parameters())
     bundle = with_formats(export_tokenizer(tokenizer), tokenizer.get_vocab(), path, config)
     return model, bundle, model_config, heads, tower, whole
+
+
+def _read_in_pieces(model: Any) -> None:
+    """Evaluate the weights some at a time, and report how far that is.
+
+    Other processes' kernels run in between, and what a cast leaves behind is freed before the next piece is read.
+    """
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    whole, done, piece, held = sum(array.nbytes for array in arrays), 0, [], 0
+    for array in arrays:
+        piece.append(array)
+        held += array.nbytes
+        if held >= _PIECE_BYTES:
+            mx.eval(piece)
+            done, piece, held = done + held, [], 0
+            report(progress=done / whole)
+    mx.eval(piece)
 
 
 def _divide(model: Any, ranks: Ranks, sharding: Sharding) -> Whole:
@@ -371,14 +460,16 @@ def _set_dtype(model: Any, dtype: str | None) -> None:
     model.set_dtype(_DTYPES[dtype])
 
 
-def _measure(model: Any, kv: KvLayout) -> tuple[tuple[int, int, int], int, int, str]:
+def _measure(model: Any, kv: KvLayout, *, computes: bool = True) -> tuple[tuple[int, int, int], int, int, str]:
     """KV bytes per position, how many a row holds, vocabulary size and activation dtype, by a forward of one token.
 
     The second number of bytes is that of leaves whose KV rows never share, the third that of a row's recurrent states.
+    Unless it `computes`, the forward is not evaluated: its shapes are known without that.
     """
     caches = kv.new(model)
     logits_1LV = model(mx.zeros((1, 1), mx.int32), cache=caches)
-    mx.eval(logits_1LV, [cache.state for cache in caches])
+    if computes:
+        mx.eval(logits_1LV, [cache.state for cache in caches])
     each = [(_bytes_per_position(leaf), kind_of(leaf).is_cut) for leaf in leaves(caches)]
     per_token = max(1, sum(nbytes for nbytes, _ in each))
     unshared = sum(nbytes for nbytes, is_cut in each if not is_cut)
@@ -465,5 +556,30 @@ def _file_sha256(file: Path) -> str:
     stored = file.resolve().name
     if file.is_symlink() and _SHA256.fullmatch(stored):
         return stored
+    if file.stat().st_size < _LARGE_FILE:
+        return _digest(file)
+    return _remembered(file)
+
+
+def _remembered(file: Path) -> str:
+    """Hash of a large file, which is read once: until it changes, its hash is in our cache folder."""
+    real = file.resolve()
+    stat = real.stat()
+    state = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+    note = cache_folder() / "weights" / hashlib.sha256(os.fsencode(real)).hexdigest()[:32]
+    with contextlib.suppress(OSError, ValueError):
+        before, _, sha256 = note.read_text().strip().rpartition(" ")
+        if before == state and _SHA256.fullmatch(sha256):
+            return sha256
+    sha256 = _digest(file)
+    with contextlib.suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        new = note.with_name(f"{note.name}.{os.getpid()}")
+        new.write_text(f"{state} {sha256}\n")
+        new.replace(note)
+    return sha256
+
+
+def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

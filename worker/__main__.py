@@ -24,9 +24,12 @@ from shared.process.lifeline import VARIABLE, follow_parent
 from shared.process.logs import configure
 from shared.process.open_files import many_files
 from shared.process.settings import load
+from shared.process.start_reports import report
 from shared.process.worker_settings import WorkerSettings
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
+from worker.host.process import HostProcess
+from worker.host.spare import wait_for_model
 
 log = structlog.get_logger()
 
@@ -37,6 +40,7 @@ LONGEST_PAUSE_S = 30.0
 def main(argv: list[str] | None = None) -> int:
     """Run a worker until SIGTERM or SIGINT; the process's exit code."""
     placed, is_strict = None, False
+    wait_for_model()
     try:
         settings = load(WorkerSettings, argv, rehearse=_rehearse)
         configure(settings.log_level, settings.log_json)
@@ -50,9 +54,10 @@ def main(argv: list[str] | None = None) -> int:
         placed, is_strict = placement(settings), settings.distributed_strict
         tracing.start(settings.otlp_endpoint, "worker")
         fast_blas.install()
-        code = _work(settings, placed)
+        code = asyncio.run(_host(settings)) if settings.is_host else _work(settings, placed)
     except (SetupError, ServiceUnavailableError) as error:
         print(f"mlx_parallm_worker: {error}", file=sys.stderr)
+        report(why=str(error))
         code = 2 if isinstance(error, SetupError) else 1  # 1: it may pass, so that a supervisor tries again
         if placed is None:
             return code
@@ -112,6 +117,15 @@ def _close_on_exec() -> None:
         if number > 2:
             with contextlib.suppress(OSError):  # that of the listing itself is closed by now
                 os.set_inheritable(number, False)
+
+
+async def _host(settings: WorkerSettings) -> int:
+    await require(settings.redis)
+    host, loop = HostProcess(settings), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, host.stop)
+    follow_parent()
+    return await host.run()
 
 
 def _work(settings: WorkerSettings, placed: Placement | None) -> int:

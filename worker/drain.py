@@ -15,7 +15,7 @@ from shared.redis.connection.faults import reason
 from shared.redis.queue.sequence_queue import SequenceQueue
 from worker.claims import LAST_WORDS_S, SET_ASIDE_S, Returns
 from worker.peers.exchange import KvExchange
-from worker.rows import ClaimedRows
+from worker.rows import ClaimedRow, ClaimedRows
 
 log = structlog.get_logger()
 
@@ -38,6 +38,12 @@ class Farewell:
         self._worker_id = worker_id
         self._returns = returns
         self._rows = rows
+
+    async def hand_back_batch(self) -> None:
+        """Give batch rows to the others, or to this model's next worker, at once: nobody waits for their next token."""
+        rows = [row for row in self._rows.occupying() if row.claim.spec.sequence_class == "batch"]
+        if rows:
+            await self._hand_back(rows, failed=False)
 
     async def finish_rows(self, grace_s: float, hopeless: Callable[[], bool]) -> None:
         """Wait until every row has ended and is committed; not when Redis is away, or nothing computes them."""
@@ -69,14 +75,19 @@ class Farewell:
     async def hand_back(self, *, failed: bool) -> None:
         """Give what is left to the others at once, and let them fetch its KV; `failed`: the engine has, over these."""
         rows = self._rows.occupying()
+        if await self._hand_back(rows, failed=failed, leaves=True) and not failed:
+            await self._peers.linger([row.id for row in rows])
+
+    async def _hand_back(self, rows: list[ClaimedRow], *, failed: bool, leaves: bool = False) -> bool:
+        """True if Redis has taken them; `leaves`: nothing more is claimed, so this worker's own streams go."""
         try:
             async with asyncio.timeout(SET_ASIDE_S + 2 * LAST_WORDS_S):
                 if rows:
                     await self._returns.hand_back(rows, failed=failed)
                     log.info("worker.handed_back", sequences=len(rows))
-                await self._queue.delete_worker_streams(self._worker_id)
+                if leaves:
+                    await self._queue.delete_worker_streams(self._worker_id)
         except (RedisError, OSError) as error:
             log.warning("worker.redis_trouble", loop="hand_back", error=reason(error), sequences=len(rows))
-            return
-        if not failed:
-            await self._peers.linger([row.id for row in rows])
+            return False
+        return True

@@ -25,6 +25,7 @@ from shared.errors import EngineError
 from shared.frames import TokenEvent
 from shared.process.garbage import leave_out_what_is_loaded
 from shared.process.loops import begin, cancel, until_taken
+from shared.process.start_reports import report
 from shared.process.worker_settings import WorkerSettings
 from shared.ranks import RankStatus
 from shared.redis.connection.client import connect
@@ -201,6 +202,7 @@ class WorkerProcess:
         self._state = "ready"
         await self._pause.look()
         await self._beat()
+        report(worker=self.id)
         log.info("worker.ready", worker=self.id, model=self._card.name, rows=self._settings.max_batch_size)
 
     async def _serve(self) -> None:
@@ -229,6 +231,8 @@ class WorkerProcess:
                 with contextlib.suppress(RedisError, OSError):
                     async with asyncio.timeout(LAST_WORDS_S):
                         await self._beat()
+                if not self._settings.drain_batch:
+                    await farewell.hand_back_batch()
                 await farewell.finish_rows(
                     self._settings.drain_grace_s, lambda: self._death is not None or self._pause.frozen
                 )

@@ -36,9 +36,9 @@ class Classifier:
         self._config = config
         self._tensors: Tensors = {}
 
-    def load(self, path: Any, *, lazy: bool = False) -> tuple[Any, dict[str, Any]]:
-        """The model without its head, and its config."""
-        model, config = mlx_lm.utils.load_model(path, lazy, model_config=_BODY, get_model_classes=self._classes)
+    def load(self, path: Any) -> tuple[Any, dict[str, Any]]:
+        """The model without its head, its weights not read yet, and its config."""
+        model, config = mlx_lm.utils.load_model(path, True, model_config=_BODY, get_model_classes=self._classes)
         return model, config
 
     def heads(self, hidden_size: int) -> dict[str, Head]:

@@ -95,6 +95,28 @@ def _asked(model: Any, bits: int, group_size: int, bound: int, times: dict[str, 
         return KvLayout()
     caches = make_prompt_cache(model)
     _fed(model, caches)
+    layout = _packed(caches, bits, group_size)
+    try:
+        logits = _fed(model, layout.new(model))
+    except Exception as error:
+        raise SetupError(
+            f"--kv-bits {bits}: this model's attention cannot read quantised KV ({type(error).__name__}: {error})"
+        ) from error
+    return _decoding_quantised(model, layout, logits, times)
+
+
+def layout_asked(model: Any, bits: int, group_size: int, bound: int) -> KvLayout:
+    """As `layout_of`, of a model whose weights are not read: nothing is tried, so only its name is of use."""
+    check_asked(bits, group_size, bound)
+    if bound or not bits:
+        return KvLayout(bound=bound)
+    caches = make_prompt_cache(model)
+    model(mx.array([_TRIAL[0]]), cache=caches)
+    return _packed(caches, bits, group_size)
+
+
+def _packed(caches: list[Any], bits: int, group_size: int) -> KvLayout:
+    """The layout of caches that have read something, quantised where they can be; SetupError where none can."""
     packings, reasons = [], Counter[str]()
     for leaf in leaves(caches):
         reason = _obstacle(leaf, group_size)
@@ -103,14 +125,7 @@ def _asked(model: Any, bits: int, group_size: int, bound: int, times: dict[str, 
     if not any(packings):
         counts = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
         raise SetupError(f"--kv-bits {bits}: no layer of this model keeps KV that can be quantised: {counts}")
-    layout = KvLayout(tuple(packings))
-    try:
-        logits = _fed(model, layout.new(model))
-    except Exception as error:
-        raise SetupError(
-            f"--kv-bits {bits}: this model's attention cannot read quantised KV ({type(error).__name__}: {error})"
-        ) from error
-    return _decoding_quantised(model, layout, logits, times)
+    return KvLayout(tuple(packings))
 
 
 def _bounded(model: Any, bound: int) -> KvLayout:

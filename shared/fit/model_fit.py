@@ -65,12 +65,7 @@ def fit_model(
     reservations: Reservations = RESERVATIONS,
 ) -> MemoryPlan:
     """The plan of a model's memory; SetupError with all numbers where it does not fit. `keeps`: reserve it."""
-    facts = ModelFacts(
-        tensors_in(folder), config, device.float_bytes, device.kv_number_bytes, asked.ranks, sees=asked.sees
-    )
-    draft = None
-    if asked.draft is not None:
-        draft = ModelFacts(tensors_in(asked.draft), draft_config or {}, device.float_bytes, device.kv_number_bytes)
+    facts, draft = facts_of(folder, config, asked, device, draft_config)
     demand = demand_of(facts, asked, draft)
 
     def decide(everybody: list[Reservation]) -> tuple[MemoryPlan, Reservation]:
@@ -82,13 +77,30 @@ def fit_model(
             gpu_bytes=device.gpu_bytes,
             gpu_is_apart=device.gpu_is_apart,
         )
-        planned = plan(demand, room, len(others))
+        # A limit of our own is not divided: it counts alone.
+        planned = plan(demand, room, 0 if asked.limit_bytes else len(others))
         if planned is None:
             raise refusal(asked.purpose, demand, room, list(_alternatives(facts, asked, draft, demand, room)))
         firm = planned.firm_bytes + (asked.kv_bytes or 0)
         return planned, Reservation(os.getpid(), asked.purpose, firm, device.pool)
 
     return reservations.reserve(decide) if keeps else decide(reservations.others(device.pool))[0]
+
+
+def facts_of(
+    folder: Path,
+    config: Mapping[str, Any],
+    asked: Asked,
+    device: Device,
+    draft_config: Mapping[str, Any] | None = None,
+) -> tuple[ModelFacts, ModelFacts | None]:
+    """A model's properties, and those of the model that drafts for it, if there is one."""
+    facts = ModelFacts(
+        tensors_in(folder), config, device.float_bytes, device.kv_number_bytes, asked.ranks, sees=asked.sees
+    )
+    if asked.draft is None:
+        return facts, None
+    return facts, ModelFacts(tensors_in(asked.draft), draft_config or {}, device.float_bytes, device.kv_number_bytes)
 
 
 def demand_of(facts: ModelFacts, asked: Asked, draft: ModelFacts | None = None) -> Demand:

@@ -20,6 +20,7 @@ from pydantic_settings import CliSettingsSource
 from shared.errors import SetupError
 from shared.process import nested_config
 from shared.process.foreign_flags import native
+from shared.process.host_settings import one_model_each
 from shared.process.panels import in_panels
 from shared.process.process_settings import ProcessSettings
 from shared.process.serve_settings import ServeSettings
@@ -47,7 +48,7 @@ def load(
     `rehearse` makes the checks of a start for `--dry-run`, and returns what is printed after the settings. Raises
     SetupError naming the wrong key; exits 0 after `--help`, `--version` and `--dry-run`.
     """
-    args = native(list(sys.argv[1:] if argv is None else argv), kind.flags())
+    args = one_model_each(native(list(sys.argv[1:] if argv is None else argv), kind.flags()))
     if "--version" in args:
         print(version())
         raise SystemExit(0)

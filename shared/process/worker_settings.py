@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import AliasChoices, Field, ValidationInfo, field_validator, model_validator
 
 from shared.process.group_settings import GroupSettings
+from shared.process.host_settings import HostSettings
 from shared.process.machine_settings import MachineSettings
 from shared.process.process_settings import JoinSettings
 from shared.text.languages.families import REASONING_FORMATS, TOOL_FORMATS
@@ -15,7 +16,7 @@ SharePrompts = Literal["auto", "always", "off"]
 LINGER_S = 15.0  # that a worker stays at its end for others to fetch KV from, at most
 
 
-class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
+class WorkerSettings(JoinSettings, GroupSettings, MachineSettings, HostSettings):
     """Settings of `mlx_parallm_worker`, of which a Mac runs one."""
 
     # -- speculative decoding; the names are those of other servers
@@ -189,6 +190,11 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
         default=3000, ge=200, description="time after which a dead worker's sequences move to other workers"
     )
     drain_grace_s: float = Field(default=30, ge=0, description="on SIGTERM: time for running rows to finish")
+    drain_batch: bool = Field(
+        default=True,
+        description="on SIGTERM: batch rows, too, get that time; else they go back to the queue at once, as where a "
+        "model makes room for another one",
+    )
     engine_stall_s: float = Field(
         default=120,
         gt=0,
@@ -269,6 +275,21 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings):
     def _peers_have_a_cache(self) -> Self:
         if self.kv_transfer and not self.prefix_cache_gb:
             raise ValueError("kv_transfer moves KV between prefix caches: --prefix-cache-gb must be more than 0")
+        return self
+
+    @model_validator(mode="after")
+    def _host_serves_each_model_alone(self) -> Self:
+        if not self.is_host:
+            return self
+        for flag, given in (
+            ("--guest", self.guest),
+            ("--served-model-name", self.served_model_name),
+            ("--distributed-hostfile", self.distributed_hostfile),
+            ("--num-local-ranks", self.num_local_ranks > 1),
+            ("--draft-model-path", self.draft_model_path),
+        ):
+            if given:
+                raise ValueError(f"a process that serves several models cannot have {flag}: run a worker of its own")
         return self
 
     @property

@@ -1,4 +1,9 @@
 """The host: one process of a machine, which starts and ends a worker for each model that the machine is to hold.
 
-`placement.py` decides which models these are, from facts that every host reads alike.
+process.py    looks at the ring's models and their demand, and acts. Read it first
+placement.py  decides which host loads which model, from facts that every host reads alike
+workers.py    the worker processes: start, reports, end
+spare.py      a worker process that waits for its model; the other end of `workers.py`
+describe.py   a model as its host has to know it before it is loaded
+memory.py     the machine's memory, divided among models
 """

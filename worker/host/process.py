@@ -1,0 +1,530 @@
+"""The host: looks at the ring's models and their demand, decides what this machine holds, and starts and ends workers.
+
+It holds no model and no MLX. Requests never come here: they wait in their model's queue, where the host sees them.
+
+Invariants. A model is loaded only under its lease. What a heartbeat says is what this process knows to be so: a model
+is "ready" when its worker has joined the ring, and its memory is free when the worker's process has ended. A model
+stays in `_held` from the lease until then.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
+
+from shared.catalogue import CatalogueEntry, HeldModel, HeldState, HostStatus, PastModel, RingModels
+from shared.errors import ConflictError, InvalidRequestError, SetupError
+from shared.process.loops import begin, cancel, until_taken
+from shared.process.model_aliases import hub_folder, is_hub_name, short_name
+from shared.process.worker_settings import LINGER_S, WorkerSettings
+from shared.redis.connection.client import connect
+from shared.redis.processes.catalogue import CatalogueStore
+from shared.redis.processes.worker_registry import WorkerRegistry
+from worker.downloads import ModelDownload, whole_size
+from worker.host.describe import Described
+from worker.host.memory import limit_of, machine_room
+from worker.host.placement import Load, PlacementRules, Unload, decide
+from worker.host.workers import WorkerChild
+
+log = structlog.get_logger()
+
+LOOK_S = 0.2  # between two looks at the demand: a request for a cold model waits for half of it
+BEAT_S = 1.0
+DOWNLOAD_LOOK_S = 1.0
+REGISTER_EVERY_S = 3600.0  # cards and tokenizers, which Redis keeps for a week
+STEADY_S = 60.0  # a worker that ends of itself sooner than that after it was ready is not started again at once
+PATIENCE_S = 10.0  # beyond a worker's grace, until it is killed
+
+
+@dataclass
+class Held:
+    """A model of this host, from the lease of its load until its memory is free."""
+
+    name: str
+    need_bytes: int
+    state: HeldState = "loading"
+    since_ms: int = 0
+    progress: float = 0.0
+    load_s: float = 0.0
+    used_ms: int = 0
+    why: str = ""
+    worker: str = ""  # id
+    child: WorkerChild | None = None
+    steps: int = -1  # of the engine, at the last look
+    task: "asyncio.Task[None] | None" = None  # its life
+
+    def become(self, state: HeldState, why: str = "") -> None:
+        """Begin another state."""
+        self.state, self.since_ms, self.progress, self.why = state, now_ms(), 0.0, why
+
+    @property
+    def status(self) -> HeldModel:
+        """For a heartbeat."""
+        return HeldModel(
+            self.name,
+            self.state,
+            min(1.0, self.progress),
+            self.since_ms,
+            self.need_bytes,
+            self.load_s,
+            self.worker,
+            self.used_ms,
+            self.why,
+        )
+
+
+class HostProcess:
+    """One machine's host."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._machine = socket.gethostname().split(".")[0]
+        self.id = settings.worker_id or f"{self._machine}-{uuid.uuid4().hex[:6]}"
+        self._rules = PlacementRules(batch_turn_s=settings.batch_turn_s, idle_s=settings.model_idle_s)
+        self._given = [_entry_of(source) for source in (settings.model, *settings.models)]
+        self._held: dict[str, Held] = {}
+        self._described: dict[str, tuple[CatalogueEntry, Described | str]] = {}  # by name, or why not
+        self._past: dict[str, PastModel] = {}
+        self._spare: WorkerChild | None = None
+        self._room_bytes = 0
+        self._draining = False
+        self._stop = asyncio.Event()
+        self._changed = asyncio.Event()  # a heartbeat is due
+        self._telling = asyncio.Lock()  # between Redis and what we know of it nothing is half done
+
+    def stop(self) -> None:
+        """Begin to end; safe in a signal handler of the loop."""
+        self._stop.set()
+
+    async def run(self) -> int:
+        """Serve until stopped; the exit code. SetupError for a given model that cannot be loaded at all."""
+        self._redis = connect(self._settings.redis)
+        self._store, self._registry = CatalogueStore(self._redis), WorkerRegistry(self._redis)
+        loops: list[asyncio.Task[None]] = []
+        try:
+            await self._describe(self._given)
+            for entry, said in self._described.values():
+                if isinstance(said, str):
+                    raise SetupError(f"--model {entry.source}: {said}")
+            first = asyncio.create_task(until_taken("host", self._join))
+            stopped = asyncio.create_task(self._stop.wait())
+            await asyncio.wait({first, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if first.done():
+                first.result()
+                log.info("host.ready", host=self.id, models=sorted(self._described))
+            loops = begin(
+                "host",
+                beat=self._beat_forever,
+                look=self._look_forever,
+                spare=self._tend_spare,
+                register=self._register,
+            )
+            await stopped
+            await cancel([first])
+        finally:
+            self._draining = True
+            self._changed.set()
+            await self._end_all()
+            await cancel(loops)
+            with contextlib.suppress(RedisError, OSError):
+                async with asyncio.timeout(1):
+                    await self._store.leave(self.id)
+            await self._redis.aclose()
+        log.info("host.stopped", host=self.id)
+        return 0
+
+    # -- what it offers
+
+    async def _join(self) -> None:
+        for entry in self._given:
+            await self._offer(entry)
+        await self._beat()
+        first, models = self._given[0].name, await self._store.read()
+        if not models.holding(first) and not any(order.model == first for order in models.orders):
+            await self._store.order("load", first)  # as a worker of one model has it from the start
+
+    async def _offer(self, entry: CatalogueEntry) -> None:
+        """Write a model that this host has, with what was found in its files, and its card and tokenizer."""
+        described = self._known(entry.name)
+        if described is not None:
+            entry = msgspec.structs.replace(
+                entry,
+                size_bytes=described.weight_bytes,
+                context=described.card.context_length,
+                family=described.family,
+                sha256=described.card.base_sha256,
+            )
+        try:
+            await self._store.offer(entry)
+        except (ConflictError, InvalidRequestError) as error:
+            raise SetupError(f"--model {entry.source}: {error}") from error
+        if described is not None:
+            await self._registry.register_model(described.card, described.tokenizer)
+
+    async def _register(self) -> None:
+        while True:
+            await asyncio.sleep(REGISTER_EVERY_S)
+            for entry, _ in list(self._described.values()):
+                await self._offer(entry)
+
+    def _known(self, name: str) -> Described | None:
+        _, described = self._described.get(name, (None, None))
+        return described if isinstance(described, Described) else None
+
+    async def _describe(self, entries: list[CatalogueEntry]) -> None:
+        """Look at the files of models that are here; what the hub has is looked at when it is fetched."""
+        here = [entry for entry in entries if _is_here(entry.source)]
+        if not here:
+            return
+        spare = await self._take_spare()
+        try:
+            for entry in here:
+                answer = await spare.describe(self._settings_of(entry))
+                self._described[entry.name] = (entry, answer.described or answer.why)
+                if answer.why:
+                    log.error("host.cannot_offer", model=entry.name, reason=answer.why)
+        finally:
+            await self._give_back(spare)
+
+    async def _take_spare(self) -> WorkerChild:
+        """A spare, which is nobody else's from now on."""
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and spare.runs else await WorkerChild.start()
+
+    async def _give_back(self, spare: WorkerChild) -> None:
+        if spare.runs and self._spare is None and self._settings.spare_worker and not self._draining:
+            self._spare = spare
+        else:
+            await spare.kill()
+
+    def _needs(self, models: RingModels) -> dict[str, int]:
+        """Models that this host could load, and the memory that each takes here; 0: not known."""
+        given = {entry.name for entry in self._given}
+        needs = {}
+        for name, entry in models.entries.items():
+            described = self._known(name)
+            if entry.ranks > 1 or not (name in given or self._settings.from_catalogue):
+                continue
+            if described is None and (name in self._described or not _may_be_fetched(entry.source)):
+                continue
+            if described is not None and entry.sha256 not in ("", described.card.base_sha256):
+                continue  # of its name, with other weights
+            needs[name] = 0 if described is None else described.need_bytes
+        return needs
+
+    async def _look_at_new(self, models: RingModels) -> None:
+        """Describe what the catalogue has got since the last look, or has otherwise than before."""
+        if not self._settings.from_catalogue:
+            return
+        new = []
+        for entry in models.entries.values():
+            before, _ = self._described.get(entry.name, (None, None))
+            same = before is not None and (before.source, before.options) == (entry.source, entry.options)
+            if entry.ranks == 1 and not same and _is_here(entry.source) and entry.name not in self._held:
+                new.append(entry)
+        await self._describe(new)
+        for entry in new:
+            if self._known(entry.name):
+                await self._offer(entry)
+        for name in set(self._described) - set(models.entries):
+            del self._described[name]
+
+    # -- what it holds
+
+    async def _look_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            async with self._telling:
+                models = await self._store.read()
+                # A Redis without our heartbeat has lost the catalogue, too, until the next one.
+                if not self._draining and any(host.id == self.id for host in models.hosts):
+                    await self._follow(models)
+            await self._look_at_new(models)
+
+    async def _follow(self, models: RingModels) -> None:
+        """Do what is this host's part of the plan."""
+        hosts = [host for host in models.hosts if host.id != self.id] + [self._status(models)]
+        models = msgspec.structs.replace(models, hosts=tuple(sorted(hosts, key=lambda host: host.id)))
+        demand = await self._store.demand(models)
+        for action in decide(models, demand, self.id, self._rules):
+            if isinstance(action, Load):
+                await self._load(action, models)
+            else:
+                self._unload(action)
+        for name, asked in demand.items():
+            held = self._held.get(name)
+            if held is not None and (any(asked.waiting.values()) or any(asked.running.values())):
+                held.used_ms = now_ms()
+        await self._settle_orders(models)
+
+    async def _settle_orders(self, models: RingModels) -> None:
+        """Take orders off the list that have been carried out, or cannot be."""
+        for order in models.orders:
+            if order.host not in ("", self.id):
+                continue
+            held = self._held.get(order.model)
+            if order.kind == "load":
+                done = held is not None and held.state in ("ready", "failed") and held.since_ms >= order.at_ms
+                done |= any(each.state == "ready" for host, each in models.holding(order.model) if not order.host)
+                done |= held is not None and held.state == "ready"
+            else:
+                done = held is None and (order.host == self.id or not models.holding(order.model))
+            if done:
+                await self._store.fulfil(order)
+
+    async def _load(self, action: Load, models: RingModels) -> None:
+        name, before = action.model, self._held.get(action.model)
+        if before is not None and before.state != "failed":
+            return
+        if not await self._store.take_load(name, self.id, models.loads.get(name, 0)):
+            return
+        entry, needs = models.entries[name], self._needs(models)
+        held = Held(name, needs.get(name, 0) or entry.size_bytes, since_ms=now_ms(), used_ms=now_ms())
+        log.info("host.loads", model=name, why=action.why, unloads=list(action.evict))
+        leaving = [self._unload(Unload(each, f"its memory is needed for {name}")) for each in action.evict]
+        self._held[name] = held
+        held.task = asyncio.create_task(self._live(held, entry, needs, [task for task in leaving if task]))
+        self._changed.set()
+
+    def _unload(self, action: Unload) -> "asyncio.Task[None] | None":
+        held = self._held.get(action.model)
+        if held is None or held.state != "ready":
+            return None if held is None else held.task
+        log.info("host.unloads", model=held.name, why=action.why)
+        held.become("unloading", action.why)
+        assert held.child is not None
+        self._changed.set()
+        stopping = asyncio.create_task(held.child.stop(self._patience_s))
+        stopping.add_done_callback(lambda task: None if task.cancelled() else task.exception())
+        return held.task
+
+    @property
+    def _patience_s(self) -> float:
+        """Time that a worker may take to end."""
+        return self._settings.drain_grace_s + PATIENCE_S + (LINGER_S if self._settings.kv_transfer else 0)
+
+    async def _live(
+        self, held: Held, entry: CatalogueEntry, needs: dict[str, int], leaving: "list[asyncio.Task[None]]"
+    ) -> None:
+        """One model's time on this host, from its load to the end of its worker."""
+        try:
+            why = await self._start(held, entry, needs, leaving)
+        except Exception as error:
+            log.exception("host.load_failed", model=held.name)
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            if held.child is not None:
+                await held.child.kill()
+            log.error("host.cannot_load", model=held.name, reason=why)
+            held.become("failed", why)
+            await self._end_load(held)
+            return
+        held.become("ready")
+        self._past[held.name] = PastModel(held.load_s)
+        log.info("host.loaded", model=held.name, worker=held.worker, load_s=round(held.load_s, 2))
+        await self._end_load(held)
+        assert held.child is not None
+        code = await held.child.ended()
+        self._past[held.name] = PastModel(held.load_s, now_ms())
+        if held.state == "ready" and not self._draining:
+            why = f"its worker has ended with exit code {code}"
+            log.error("host.worker_died", model=held.name, exit_code=code)
+            if now_ms() - held.since_ms < 1000 * STEADY_S:
+                held.become("failed", why)
+                self._changed.set()
+                return
+        self._held.pop(held.name, None)
+        self._changed.set()
+
+    async def _start(
+        self, held: Held, entry: CatalogueEntry, needs: dict[str, int], leaving: "list[asyncio.Task[None]]"
+    ) -> str:
+        """Fetch and load a model, once what it takes the memory of has gone; why it cannot be, "" if it is ready."""
+        began = time.monotonic()
+        if leaving:
+            await asyncio.wait(leaving)
+        known = self._known(held.name)
+        if known is None or (self._spare is not None and self._spare.runs):
+            held.child = await self._take_spare()
+        if known is None:
+            assert held.child is not None
+            if why := await self._fetch(held, entry, held.child):
+                return why
+            needs, began = {**needs, held.name: held.need_bytes}, time.monotonic()
+        held.worker = f"{self.id}-{short_name(held.name)}-{uuid.uuid4().hex[:4]}"
+        limit = limit_of(held.name, needs, self._room_bytes, self._settings.max_loaded_models)
+        settings = self._settings_of(entry) | {
+            "PARALLM_WORKER_ID": held.worker,
+            "PARALLM_MEMORY_LIMIT": str(limit / 1e9),
+        }
+        if held.child is None:
+            held.child = await WorkerChild.start(settings)
+        else:
+            await held.child.serve(settings)
+        if self._draining:
+            return "its host ends"
+
+        def progress(part: float) -> None:
+            held.progress = part
+            self._changed.set()
+
+        why = await held.child.started(progress)
+        held.load_s = time.monotonic() - began
+        return why
+
+    async def _fetch(self, held: Held, entry: CatalogueEntry, spare: WorkerChild) -> str:
+        """Get a model from the hub and look at it; why that cannot be."""
+        held.become("downloading")
+        reporting = asyncio.create_task(self._report_download(held, entry.source))
+        try:
+            answer = await spare.describe(self._settings_of(entry))
+        finally:
+            await cancel([reporting])
+        held.become("loading")
+        if answer.described is None:
+            return answer.why
+        self._described[entry.name] = (entry, answer.described)
+        held.need_bytes = answer.described.need_bytes
+        await self._offer(entry)
+        taken = sum(each.need_bytes for each in self._held.values() if each.state != "failed")
+        if self._room_bytes and taken > self._room_bytes:
+            return (
+                f"it is here now, and needs {held.need_bytes / 1e9:.1f} GB, of which "
+                f"{max(0, self._room_bytes - taken + held.need_bytes) / 1e9:.1f} GB are free"
+            )
+        return ""
+
+    async def _report_download(self, held: Held, source: str) -> None:
+        download, whole = ModelDownload(source), await asyncio.to_thread(whole_size, source)
+        while True:
+            here = await asyncio.to_thread(download.progress)
+            if here is not None and whole:
+                held.progress = here / whole
+                self._changed.set()
+            await asyncio.sleep(DOWNLOAD_LOOK_S)
+
+    async def _end_load(self, held: Held) -> None:
+        """Give the lease back, after a heartbeat that shows what has become of the load."""
+
+        async def done() -> None:
+            await self._beat()
+            await self._store.end_load(held.name, self.id)
+
+        await until_taken("host", done)
+
+    def _settings_of(self, entry: CatalogueEntry) -> dict[str, str]:
+        """A worker's settings for one model, as variables."""
+        host = {"models": [], "from_catalogue": False, "max_loaded_models": 0, "dry_run": False, "drain_batch": False}
+        own = {"model": entry.source, "served_model_name": entry.name}
+        variables = self._settings.model_copy(update=host | own).environment()
+        options = {f"PARALLM_{flag.replace('-', '_').upper()}": value for flag, value in entry.options.items()}
+        return variables | options
+
+    async def _tend_spare(self) -> None:
+        """Have a spare, but not while something is loading: it would take that one's processor."""
+        while self._settings.spare_worker:
+            await asyncio.sleep(LOOK_S)
+            loads = any(held.state in ("loading", "downloading") for held in self._held.values())
+            if not self._draining and not loads and (self._spare is None or not self._spare.runs):
+                self._spare = await WorkerChild.start()
+
+    async def _end_all(self) -> None:
+        """End all workers, each in order, at the same time."""
+        if self._spare is not None:
+            await self._spare.kill()
+        lives = [held.task for held in self._held.values() if held.task is not None]
+        for held in self._held.values():
+            if held.state == "ready":
+                self._unload(Unload(held.name, "its host ends"))
+            elif held.child is not None and held.state == "loading":
+                await held.child.kill()
+        if lives:
+            await asyncio.wait(lives, timeout=self._patience_s + PATIENCE_S)
+        for held in self._held.values():
+            if held.child is not None and held.child.runs:
+                await held.child.kill()
+        await cancel(lives)
+
+    # -- heartbeats
+
+    async def _beat_forever(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S):
+                    await self._changed.wait()
+            self._changed.clear()
+            await self._note_uses()
+            await self._beat()
+
+    async def _beat(self) -> None:
+        async with self._telling:
+            models = await self._store.read()
+            pids = [held.child.pid for held in self._held.values() if held.child is not None and held.child.runs]
+            device = next((known.device for name in self._described if (known := self._known(name))), None)
+            if device is not None:
+                limit = self._settings.memory_limit_bytes
+                self._room_bytes = await asyncio.to_thread(machine_room, device, limit, pids)
+            beat = await self._store.beat(self._status(models))
+            if not beat.has_catalogue:
+                for entry, _ in list(self._described.values()):
+                    await self._offer(entry)
+        for name in beat.lost:
+            held = self._held.get(name)
+            if held is not None and held.state == "loading" and held.child is not None:
+                log.warning("host.lease_lost", model=name)
+                await held.child.kill()
+
+    def _status(self, models: RingModels) -> HostStatus:
+        taken = sum(held.need_bytes for held in self._held.values() if held.state != "failed")
+        return HostStatus(
+            id=self.id,
+            host=self._machine,
+            pid=os.getpid(),
+            heartbeat_ms=now_ms(),
+            memory_bytes=self._room_bytes,
+            free_bytes=self._room_bytes - taken,
+            most_models=self._settings.max_loaded_models,
+            offers=self._needs(models),
+            held=tuple(held.status for held in self._held.values()),
+            draining=self._draining,
+            past=self._past,
+        )
+
+    async def _note_uses(self) -> None:
+        """When each model was last used: a short request comes and goes between two looks."""
+        for held in list(self._held.values()):
+            if held.state != "ready":
+                continue
+            for status in await self._registry.workers(held.name):
+                if status.id == held.worker and (status.steps != held.steps or status.rows):
+                    held.steps, held.used_ms = status.steps, now_ms()
+
+
+def _entry_of(source: str) -> CatalogueEntry:
+    """The entry of a model that the command line names."""
+    return CatalogueEntry(short_name(source), source)
+
+
+def _is_here(source: str) -> bool:
+    """True for files on this machine."""
+    if Path(source).expanduser().exists() or not is_hub_name(source):
+        return Path(source).expanduser().exists()
+    fetched = hub_folder(source)
+    return (fetched / "refs" / "main").exists() and not any(fetched.glob("blobs/*.incomplete"))
+
+
+def _may_be_fetched(source: str) -> bool:
+    return is_hub_name(source) and not Path(source).expanduser().exists()
+
+
+def now_ms() -> int:
+    """Unix time."""
+    return time.time_ns() // 1_000_000
