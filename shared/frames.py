@@ -82,6 +82,8 @@ class TokenEvent(msgspec.Struct, array_like=True):
     prompt_top_logprobs: list[TokenLogprobs] | None = None
     embedding: bytes | None = None  # what a head or kind "embed" gives, fp32 LE, or a network: tensors; with the finish
     prompt_others: list[TokenLogprobs] | None = None  # of each prompt token: those named there, then those drawn
+    routes: bytes | None = None  # experts that each token was computed with, equally many bytes for each of the tokens
+    # (mlx_model/routing.py): those of the position that was fed to draw it
 
     @property
     def end(self) -> int:
@@ -91,7 +93,7 @@ class TokenEvent(msgspec.Struct, array_like=True):
     @property
     def size(self) -> int:
         """Number of tokens in the event, alternatives and those of the prompt included."""
-        told = len(self.tokens)
+        told = len(self.tokens) + len(self.routes or b"") // 8  # a token and its log-probability take about as much
         if self.top_logprobs is not None:
             told += sum(map(len, self.top_logprobs))
         if self.prompt_logprobs is not None:
@@ -159,7 +161,8 @@ def decode_events(data: bytes) -> list[TokenEvent]:
 def _check(events: list[TokenEvent]) -> None:
     """Check relations between fields that a decoder does not see; UnreadableMessageError."""
     for event in events:
-        if len(event.tokens) != len(event.logprobs) or event.position < 0 or event.attempt < 1:
+        uneven = event.routes is not None and len(event.routes) % max(1, len(event.tokens)) > 0
+        if len(event.tokens) != len(event.logprobs) or uneven or event.position < 0 or event.attempt < 1:
             raise UnreadableMessageError(f"an impossible event of sequence {event.seq!r} at {event.position}")
 
 

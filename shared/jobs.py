@@ -50,6 +50,7 @@ class SamplingOverrides(msgspec.Struct, frozen=True, omit_defaults=True):
     min_tokens: int = 0
     top_logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    return_routed_experts: bool = False  # of a mixture of experts, for each completion token
 
 
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):

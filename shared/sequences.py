@@ -73,6 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     prompt_logprobs_last: int = 0  # those of so many tokens at the prompt's end alone; 0: of all
     # With prompt_logprobs, of each prompt token but the first: tokens whose log-probability there is wanted, too
     prompt_named: tuple[tuple[int, ...], ...] = ()
+    return_routed_experts: bool = False  # those that a mixture of experts computed each completion token with
     prompt_draws: int = 0  # with prompt_logprobs: so many tokens are drawn in the place of each, too, by temperature
 
 
@@ -91,6 +92,7 @@ class Collection(msgspec.Struct, frozen=True, omit_defaults=True):
     answers_bytes: int = 0  # that such answers of one tenant may have
     arm: Arm | None = None  # the version that a split has chosen, which its reward counts for
     place: EpisodePlace | None = None  # in its episode
+    judged: bool = False  # what its user writes next may be judged
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -171,6 +173,7 @@ class SequenceResult(msgspec.Struct, frozen=True, omit_defaults=True):
     embedding: bytes = b""  # kind "embed", or what a head gives: fp32, little-endian; what a network gives: tensors
     timings: Timings = Timings()
     schema: int = OLDEST  # `encode` writes ours
+    routes: bytes = b""  # of each completion token, where the spec asks for them: TokenEvent.routes
 
 
 class Claim(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """Taking token events apart and putting them together; tokens, in whatever pieces they travel, stay the same.
 
-Every field of `TokenEvent` has one rule, which all functions here keep: `tokens`, `logprobs` and `top_logprobs` go by
-position, `text` is a delta, `prompt_*` come with the first event, and the finish with what comes with it (scores, an
-embedding) with the last. tests/unit/test_token_events.py fails for a field that has no rule.
+Every field of `TokenEvent` has one rule, which all functions here keep: `tokens`, `logprobs`, `top_logprobs` and
+`routes` go by position, `text` is a delta, `prompt_*` come with the first event, and the finish with what comes with it
+(scores, an embedding) with the last. tests/unit/test_token_events.py fails for a field that has no rule.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +16,7 @@ def join(events: list[TokenEvent]) -> TokenEvent:
     first, last = events[0], events[-1]
     texts = [event.text for event in events]
     tops = [event.top_logprobs for event in events if event.top_logprobs is not None]
+    routes = [event.routes for event in events if event.routes is not None]
     return TokenEvent(
         first.seq,
         last.attempt,
@@ -31,6 +32,7 @@ def join(events: list[TokenEvent]) -> TokenEvent:
         next((event.prompt_top_logprobs for event in events if event.prompt_top_logprobs is not None), None),
         last.embedding,
         next((event.prompt_others for event in events if event.prompt_others is not None), None),
+        b"".join(routes) if routes else None,
     )
 
 
@@ -49,6 +51,8 @@ def merged(events: list[TokenEvent]) -> list[TokenEvent]:
         last.logprobs += event.logprobs
         if last.top_logprobs is not None:
             last.top_logprobs += event.top_logprobs or ()
+        if last.routes is not None:
+            last.routes += event.routes or b""
         last.finish = event.finish
         last.score_logprobs = event.score_logprobs
         last.embedding = event.embedding
@@ -63,6 +67,7 @@ def _joinable(last: TokenEvent, event: TokenEvent) -> bool:
         and last.text is None
         and event.text is None
         and (last.top_logprobs is None) == (event.top_logprobs is None)
+        and (last.routes is None) == (event.routes is None)
         and event.prompt_logprobs is None
         and event.prompt_top_logprobs is None
     )
@@ -86,6 +91,7 @@ def part(event: TokenEvent, start: int, end: int) -> TokenEvent:
     if start <= event.position and end >= event.end:
         return event
     cut = slice(start - event.position, end - event.position)
+    each = len(event.routes or b"") // max(1, len(event.tokens))
     is_first, is_last = start <= event.position, end >= event.end
     return TokenEvent(
         event.seq,
@@ -102,6 +108,7 @@ def part(event: TokenEvent, start: int, end: int) -> TokenEvent:
         event.prompt_top_logprobs if is_first else None,
         event.embedding if is_last else None,
         event.prompt_others if is_first else None,
+        None if event.routes is None else event.routes[cut.start * each : cut.stop * each],
     )
 
 

@@ -61,6 +61,8 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     drawn: Drawing | None = None  # None: from the model's own distribution
     images: tuple[ImageRef, ...] = ()  # of the prompt
     image_token: int = 0  # that stands for each vector of them
+    teacher_logprobs: tuple[float, ...] = ()  # a teacher's, of each completion token
+    routes: bytes = b""  # experts that each completion token was computed with (base64 in JSON): TokenEvent.routes
 
 
 class LiveTrajectory(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -110,6 +112,7 @@ def result_of(
         score_logprobs=tuple(whole.score_logprobs or ()),
         embedding=whole.embedding or b"",
         timings=timings,
+        routes=whole.routes or b"",
     )
 
 
@@ -143,6 +146,7 @@ def trajectory_of(
         drawn=drawing_of(spec.sampling),
         images=spec.images,
         image_token=spec.image_token,
+        routes=result.routes,
     )
 
 
@@ -162,6 +166,7 @@ def event_of(seq: str, trajectory: Trajectory, *, with_text: bool) -> TokenEvent
         prompt_logprobs=list(t.prompt_logprobs) or None,
         prompt_top_logprobs=list(t.prompt_top_logprobs) or None,
         embedding=t.embedding or None,
+        routes=t.routes or None,
     )
 
 

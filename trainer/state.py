@@ -47,6 +47,13 @@ class CurriculumBooks(msgspec.Struct, frozen=True):
     wanted: float | None = None  # difficulty, as a place in the task set
 
 
+class LiveBooks(msgspec.Struct, frozen=True):
+    """Entries of the live queue that a run has taken: all up to `newest`, except those that wait."""
+
+    newest: str = ""
+    waiting: list[str] = []
+
+
 class OfferedStep(msgspec.Struct, frozen=True):
     """The train step whose weights a run on a data set offers; None is what is no number."""
 
@@ -100,6 +107,7 @@ class RunState(msgspec.Struct):
     mode: str = ""  # of learning; "": not written down by the version that saved it
     learns_from: dict[str, str] = {}  # tasks and reward: setting -> digest; empty: not written down
     started_from: str = ""  # the adapter that it began with, as `--start-from` named it; "": the base
+    live: LiveBooks = LiveBooks()
     offered: OfferedStep | None = None  # until it is judged, and its line is written
     schema: int = 1
 

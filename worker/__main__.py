@@ -72,6 +72,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _rehearse(settings: WorkerSettings) -> str:
     """Check what can be known before the ring is joined and weights are read; the guest's settings, to be printed."""
+    if settings.is_host:
+        alone = {"models": [], "from_catalogue": False, "max_loaded_models": 0}
+        each = (settings.model_copy(update={**alone, "model": model}) for model in settings.given_models)
+        return "".join(map(_rehearse, each))
     placed = placement(settings)
     fast_blas.install()
     # These import mlx, so only after fast_blas.install.

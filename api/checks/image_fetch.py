@@ -7,13 +7,12 @@ come to any number, are refused.
 """
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Collection
 from urllib.parse import urljoin, urlsplit
 
 import httpx
 
-from api.checks.public_addresses import is_public
+from api.checks.public_addresses import addresses_of, is_public
 from shared.errors import InvalidRequestError, ServiceUnavailableError
 
 MOST_HOPS = 3
@@ -24,10 +23,9 @@ Resolve = Callable[[str, int], Awaitable[str]]
 async def public_address(host: str, port: int) -> str:
     """An address of a host; InvalidRequestError when it has one that is not public, or none."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = await addresses_of(host, port)
     except (OSError, UnicodeError):
         raise InvalidRequestError(f"the host of an image, '{host}', is not known") from None
-    addresses = [str(each[4][0]) for each in found]
     if not addresses or not all(map(is_public, addresses)):
         raise InvalidRequestError(f"the host of an image, '{host}', is not a public one")
     return addresses[0]

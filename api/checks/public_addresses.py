@@ -1,6 +1,16 @@
-"""Which addresses are the internet's: what a client has us connect to may be no other."""
+"""Which addresses are the internet's: what a client has us connect to may be no other.
 
+Names that clients give are looked up in threads of their own. A name server that never answers holds a thread for half
+a minute; the event loop's threads, which the rest of a process needs, are not among them.
+"""
+
+import asyncio
+import functools
 import ipaddress
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+_LOOK_UPS = ThreadPoolExecutor(8, "names-of-clients")
 
 _WAYS_AROUND = tuple(
     map(
@@ -13,6 +23,13 @@ _WAYS_AROUND = tuple(
         ),
     )
 )
+
+
+async def addresses_of(host: str, port: int) -> list[str]:
+    """Addresses of a host, each once; OSError or UnicodeError when it has none."""
+    look_up = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_LOOK_UPS, look_up)
+    return list(dict.fromkeys(str(place[0]) for *_, place in found))
 
 
 def is_public(address: str) -> bool:

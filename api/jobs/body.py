@@ -89,6 +89,9 @@ class JobBody(RequestModel):
         default=None,
         description="raw: the model's own; processed: those of what was drawn from; default: the server's setting",
     )
+    return_routed_experts: bool = Field(
+        default=False, description="each sample comes with the experts that its tokens were computed with (`routes`)"
+    )
     adapter: str = Field(default="", description="an adapter, a version of it (`name@k`), or a split by weight")
     lora_adapter: str = Field(default="", description="the same as `adapter`")
     adapter_policy: AdapterPolicy = "follow"
@@ -107,6 +110,8 @@ class JobBody(RequestModel):
             raise complaint("min_tokens", f"more than 'max_tokens' ({self.max_tokens})")
         if self.has_next_turn and self.kind == "score":
             raise complaint("has_next_turn", "a job of kind score writes nothing that could go on")
+        if self.return_routed_experts and self.kind == "score":
+            raise complaint("return_routed_experts", "a job of kind score writes nothing that it could be of")
         if self.max_reasoning_tokens is not None and self.kind == "score":
             raise complaint("max_reasoning_tokens", "a job of kind score writes nothing, and does not reason")
         if self.adapter and self.lora_adapter and self.adapter != self.lora_adapter:
@@ -163,6 +168,7 @@ class JobBody(RequestModel):
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
             logprobs_mode=logprobs_mode,
+            return_routed_experts=self.return_routed_experts,
             top_logprobs=(self.top_logprobs if self.top_logprobs is not None else counted) or None,
         )
 

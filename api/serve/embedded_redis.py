@@ -3,7 +3,7 @@
 Invariants. A data folder has one server: the server itself holds a lock on it, so a folder is free exactly when no
 server writes to it. The server ends when our process ends, also after SIGKILL: `watchdog.py` runs it and holds a pipe
 from us. Every write that was acknowledged more than a second ago survives a crash (append-only file, fsync every
-second).
+second). A folder with a snapshot alone (dump.rdb, a restored backup) begins with that.
 """
 
 import fcntl
@@ -56,6 +56,7 @@ class EmbeddedRedis:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         try:
+            self._adopt_snapshot()
             self._start_on_a_port(binary)
         except BaseException:
             self.stop()
@@ -113,6 +114,15 @@ class EmbeddedRedis:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         self._lock = lock
+
+    def _adopt_snapshot(self) -> None:
+        """Begin with a restored dump.rdb as the base of the append-only file: the server ignores it otherwise."""
+        snapshot, log = self._folder / "dump.rdb", self._folder / "appendonlydir"
+        if snapshot.exists() and not log.exists():
+            log.mkdir()
+            base = "appendonly.aof.1.base.rdb"
+            (log / "appendonly.aof.manifest").write_text(f"file {base} seq 1 type b\n")
+            snapshot.rename(log / base)
 
     def _start_on_a_port(self, binary: Path) -> None:
         for attempt in range(5):

@@ -121,6 +121,11 @@ def _given(file: Path) -> dict[str, Any]:
 
 def check_modes(settings: ServeSettings) -> None:
     """SetupError when the settings contradict each other."""
+    if settings.is_host and (settings.workers > 1 or settings.learners or settings.trains):
+        raise SetupError(
+            "a machine that serves several models has one process that starts their workers, and none of these trains: "
+            "--workers 1, without --learners and --mode inference_and_training"
+        )
     if settings.distributed_hostfile and settings.workers > 1:
         raise SetupError("--distributed-hostfile makes one worker of all its machines: --workers 1")
     if settings.learners:
@@ -220,7 +225,7 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
         "worker",
         environment,
         stop_timeout_s=settings.drain_grace_s
-        + (20 if hosts or teaches else 10)
+        + (20 if hosts or teaches or settings.is_host else 10)
         + (LINGER_S if settings.kv_transfer else 0),
         ends=part.end_with_guest,
     )
@@ -309,7 +314,8 @@ async def _announce(settings: ServeSettings, listeners: list[socket.socket]) -> 
         print(f"ParaLLM is ready: {url}" + ("" if settings.uds else "/v1"), flush=True)
         for listener in listeners[1:]:
             print("Ollama's API: http://{}:{}".format(*listener.getsockname()[:2]), flush=True)
-    joining = f"mlx_parallm_worker --redis {shown(settings.redis)} --model {settings.model}"
+    models = " ".join(f"--model {model}" for model in settings.given_models) or "--from-catalogue"
+    joining = f"mlx_parallm_worker --redis {shown(settings.redis)} {models}"
     print(f"join with another worker: {joining}", flush=True)
 
 

@@ -9,12 +9,11 @@ import asyncio
 import base64
 import hashlib
 import hmac
-import socket
 import time
 
 import httpx
 
-from api.checks.public_addresses import is_public
+from api.checks.public_addresses import addresses_of, is_public
 from api.webhooks.body import secret_bytes
 from shared.errors import ParallmError
 
@@ -78,8 +77,7 @@ async def _sent(
 async def _addresses(target: httpx.URL, private: bool) -> list[str]:
     """Addresses of the host, each once; NotSentError when one of them is private and none may be."""
     port = target.port or (443 if target.scheme == "https" else 80)
-    found = await asyncio.get_running_loop().getaddrinfo(target.host, port, type=socket.SOCK_STREAM)
-    addresses = list(dict.fromkeys(str(place[0]) for *_, place in found))
+    addresses = await addresses_of(target.host, port)
     if not private and not all(map(is_public, addresses)):
         raise NotSentError("its address is private (--webhook-private)")
     return addresses

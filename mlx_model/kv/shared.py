@@ -21,7 +21,7 @@ beginning or none. `offset` counts both parts; padding, slack and `_idx` are tho
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal, cast
 
@@ -115,23 +115,18 @@ class SharedKVCache(RaggedKVCache):
         """Write these positions; what attention reads."""
         sizes = keys.shape[3], values.shape[3]
         stored = RaggedKVCache.update_and_fetch(self, *self._stored(keys, values))
-        own = self.readable(stored, sizes)
+        own = self._readable(stored, sizes)
         if not self.groups.rows:
             return own
-        read = _Read(self, sizes, own)
-        if self.form == "keys":
-            return read, own[1]
-        queries_through = mx.broadcast_to(mx.eye(sizes[1], dtype=own[1].dtype), (*own[1].shape[:2], sizes[1], sizes[1]))
-        return read, mx.concatenate([own[1], queries_through], axis=2)
+        readable = {key: self._readable(self.beginnings[key], sizes) for key in self.groups.rows}
+        return read_of(Read(self.groups, readable, own, self.form))
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> mx.array:
         """Own positions that each row's next `N` queries may see; of a beginning they see all."""
         if options.get("window_size") is not None:
             raise NotImplementedError("a window over positions that rows share")
         mask = super().make_mask(N, return_array, **options)
-        if self.form == "keys" or not self.groups.rows:
-            return mask
-        return mx.concatenate([mask, mx.ones((*mask.shape[:3], self._rotary_size), mx.bool_)], axis=3)
+        return mask if self.form == "keys" or not self.groups.rows else with_queries(mask, self._rotary_size)
 
     @property
     def _rotary_size(self) -> int:
@@ -140,7 +135,7 @@ class SharedKVCache(RaggedKVCache):
     def _stored(self, keys: mx.array, values: mx.array) -> Pair:
         return keys, values
 
-    def readable(self, stored: Pair, sizes: tuple[int, int]) -> Pair:
+    def _readable(self, stored: Pair, sizes: tuple[int, int]) -> Pair:
         """Keys and values as numbers, of heads of these sizes."""
         return stored
 
@@ -195,30 +190,46 @@ class SharedQuantisedKVCache(SharedKVCache, RaggedQuantisedKVCache):
     def _stored(self, keys: mx.array, values: mx.array) -> Pair:
         return self._packed(keys, values)
 
-    def readable(self, stored: Pair, sizes: tuple[int, int]) -> Pair:
+    def _readable(self, stored: Pair, sizes: tuple[int, int]) -> Pair:
         keys, values = (self.packing.unpack(each, size) for each, size in zip(stored, sizes, strict=True))
         return keys, values
 
 
-class _Read:
-    """The object that attention gets in place of keys, and of MLA's latents."""
+@dataclass(frozen=True, eq=False)
+class Read:
+    """The object that attention gets in place of keys, and of MLA's latents; numbers, not packed ones."""
 
-    def __init__(self, cache: SharedKVCache, sizes: tuple[int, int], own: Pair) -> None:
-        self._groups, self._beginnings = cache.groups, cache.beginnings
-        self._readable, self._sizes, self._own = cache.readable, sizes, own
-        self.has_latents = cache.form == "latents"
+    groups: Groups
+    beginnings: dict[Hashable, Pair]
+    own: Pair
+    form: Form
+    learns: bool = False  # gradients are needed: scores are computed again for them, for they take the most memory
 
     def attended(self, queries: mx.array, scale: float, mask: mx.array, sinks: mx.array | None = None) -> mx.array:
         """Attention output [B, heads, L, D] of queries like it.
 
         `mask`: [B, 1, L, own positions]; of MLA its rotary scores [B, heads, L, own positions + rotary size].
         """
+        if not self.learns:
+            return self._attended(queries, scale, mask, sinks)
+        pairs = list(self.beginnings.values())
+
+        def again(queries: mx.array, rotary: mx.array, *arrays: mx.array) -> mx.array:
+            own, *others = zip(arrays[::2], arrays[1::2], strict=True)
+            read = replace(self, own=own, beginnings=dict(zip(self.beginnings, others, strict=True)))
+            return read._attended(queries, scale, mask if mask.dtype == mx.bool_ else rotary, sinks)
+
+        rotary = mx.zeros(0) if mask.dtype == mx.bool_ else mask
+        arrays = [array for pair in (self.own, *pairs) for array in pair]
+        return mx.checkpoint(again)(queries, rotary, *arrays)
+
+    def _attended(self, queries: mx.array, scale: float, mask: mx.array, sinks: mx.array | None) -> mx.array:
         rows, heads, count, size = queries.shape
-        keys, values = self._own
+        keys, values = self.own
         kv_heads, each = keys.shape[1], heads // keys.shape[1]
         # Heads that share keys lie one after another: [B, KV heads, N, D], N = heads of each x L.
         queries_BHND = queries.astype(mx.float32).reshape(rows, kv_heads, each * count, size) * scale
-        if self.has_latents:
+        if self.form == "latents":
             values, end = keys, keys.shape[2]
             rotary_BHND = mask[..., end:].astype(mx.float32).reshape(rows, kv_heads, each * count, -1)
             mask = mask[..., :end].reshape(rows, kv_heads, each, count, end)
@@ -227,7 +238,7 @@ class _Read:
         scores = _scores(queries_BHND, keys)
         scores_BHRLS = scores.reshape(rows, kv_heads, each, count, -1)
         hidden = mx.where(mask, scores_BHRLS, -mx.inf) if mask.dtype == mx.bool_ else scores_BHRLS + mask
-        own, own_lse = _part(hidden.reshape(scores.shape), values)
+        own, own_lse = self._part(hidden.reshape(scores.shape), values)
         if sinks is not None:
             sinks_HN = mx.repeat(sinks.astype(mx.float32).reshape(kv_heads, each), count, axis=1)
             own, own_lse = _with_sinks(own, own_lse, sinks_HN)
@@ -238,10 +249,11 @@ class _Read:
         self, queries_BHND: mx.array, rotary_BHND: mx.array | None, own: mx.array, own_lse: mx.array
     ) -> Pair:
         """Output and log of the sum of scores of each row's part that is its beginning."""
-        groups, parts = self._groups, list[Pair]()
+        groups, parts = self.groups, list[Pair]()
         for key in groups.rows:
-            index, pair = groups.index(key), self._readable(self._beginnings[key], self._sizes)
-            parts += self._of(queries_BHND[index], None if rotary_BHND is None else rotary_BHND[index], *pair)
+            index = groups.index(key)
+            rotary = None if rotary_BHND is None else rotary_BHND[index]
+            parts += self._of(queries_BHND[index], rotary, *self.beginnings[key])
         if groups.bare:
             parts.append((own[: groups.bare], mx.full((groups.bare, *own_lse.shape[1:]), -mx.inf)))
         if len(parts) == 1 and groups.places is None:
@@ -249,8 +261,7 @@ class _Read:
         outputs, sums = (mx.concatenate(list(each)) for each in zip(*parts, strict=True))
         return (outputs, sums) if groups.places is None else (outputs[groups.places], sums[groups.places])
 
-    @staticmethod
-    def _of(queries_RHND: mx.array, rotary_RHND: mx.array | None, keys: mx.array, values: mx.array) -> list[Pair]:
+    def _of(self, queries_RHND: mx.array, rotary_RHND: mx.array | None, keys: mx.array, values: mx.array) -> list[Pair]:
         rows, heads, count, _ = queries_RHND.shape
         most = max(1, MOST_SCORES // (heads * count * keys.shape[2]))
         parts = []
@@ -259,10 +270,34 @@ class _Read:
             scores = _scores(_together(queries_RHND[some]), keys)
             if rotary_RHND is not None:
                 scores = scores + _scores(_together(rotary_RHND[some]), values)
-            output, lse = _part(scores, values if rotary_RHND is None else keys)
+            output, lse = self._part(scores, values if rotary_RHND is None else keys)
             output, lse = (mx.unflatten(each[0], 1, (-1, count)).swapaxes(0, 1) for each in (output, lse))
             parts.append((output, lse))
         return parts
+
+    def _part(self, scores: mx.array, values: mx.array) -> Pair:
+        """Output [..., N, D] over some positions, and the log of the sum of exponentials [..., N]."""
+        weights = mx.softmax(scores, axis=-1)
+        output = weights.astype(values.dtype) @ values
+        if self.learns:
+            return output, mx.logsumexp(scores, axis=-1)
+        # The largest weight is 1 / sum(exp(score - largest score)). Exponentials are most of the time on a CPU.
+        return output, mx.max(scores, axis=-1) - mx.log(mx.max(weights, axis=-1))
+
+
+def read_of(read: Read) -> tuple[Read, mx.array]:
+    """What `update_and_fetch` gives a model."""
+    rotary = read.own[1]
+    if read.form == "keys":
+        return read, rotary
+    rows, heads, _, size = rotary.shape
+    through = mx.broadcast_to(mx.eye(size, dtype=rotary.dtype), (rows, heads, size, size))
+    return read, mx.concatenate([rotary, through], axis=2)
+
+
+def with_queries(mask: mx.array, rotary_size: int) -> mx.array:
+    """A mask of own positions, followed by the columns in which MLA hands its rotary queries through."""
+    return mx.concatenate([mask, mx.ones((*mask.shape[:3], rotary_size), mx.bool_)], axis=3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,7 +305,7 @@ class _Turned:
     """MLA's latents as keys or as values of heads: attention turns queries and outputs instead, which are fewer."""
 
     linear: Any
-    read: _Read
+    read: Read
 
 
 def _together(queries_RHND: mx.array) -> mx.array:
@@ -282,14 +317,6 @@ def _together(queries_RHND: mx.array) -> mx.array:
 def _scores(queries: mx.array, keys: mx.array) -> mx.array:
     """In float32, where products of 16-bit numbers are exact: rounded scores would move the weights by percents."""
     return queries @ keys.astype(mx.float32).swapaxes(-1, -2)
-
-
-def _part(scores: mx.array, values: mx.array) -> Pair:
-    """Output [..., N, D] over some positions, and the log of the sum of exponentials [..., N]."""
-    weights = mx.softmax(scores, axis=-1)
-    output = weights.astype(values.dtype) @ values
-    # The largest weight is 1 / sum(exp(score - largest score)). Exponentials are most of the time on a CPU.
-    return output, mx.max(scores, axis=-1) - mx.log(mx.max(weights, axis=-1))
 
 
 @fused
@@ -309,7 +336,7 @@ def install() -> None:
     fused_attention = mx.fast.scaled_dot_product_attention
 
     def attention(q: mx.array, k: Any, v: Any, *, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
-        if isinstance(k, _Read):
+        if isinstance(k, Read):
             return k.attended(q, scale, mask, sinks)
         if isinstance(k, _Turned):
             return cast(mx.array, v.linear(k.read.attended(k.linear(q), scale, mask, sinks)))
@@ -322,6 +349,6 @@ def install() -> None:
 
 def _turning(call: Callable[..., Any]) -> Callable[..., Any]:
     def turned(self: Any, x: Any, transpose: bool = True) -> Any:
-        return _Turned(self, x) if isinstance(x, _Read) and x.has_latents else call(self, x, transpose)
+        return _Turned(self, x) if isinstance(x, Read) and x.form == "latents" else call(self, x, transpose)
 
     return turned

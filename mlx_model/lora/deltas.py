@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -98,14 +99,25 @@ def _gained(y: mx.array, gains_SO: mx.array, bias: mx.array | None, slots_B: mx.
     return y_BLO.reshape(y.shape)
 
 
+def times_of_slots(x_BLI: mx.array, w_SIO: mx.array, slots_B: mx.array) -> mx.array:
+    """x W[slot], [B, L, O]."""
+    return mx.gather_mm(x_BLI, w_SIO, lhs_indices=_in_order(len(x_BLI)), rhs_indices=slots_B)
+
+
+@cache
+def _in_order(count: int) -> mx.array:
+    """The rows' numbers [B], which MLX would make in an operation of their own for each product."""
+    return mx.array(list(range(count)), mx.uint32)
+
+
 def deltas_of(
     x_BLI: mx.array, a_SIJ: mx.array, bs: Sequence[mx.array], slots_B: mx.array, kernel: Kernel
 ) -> list[mx.array]:
     """x A[slot] B_j[slot], [B, L, out_j], of every member, by plain operations."""
     rank = bs[0].shape[1]
     if kernel == "gather":
-        h_BLJ = mx.gather_mm(x_BLI, a_SIJ, rhs_indices=slots_B)
+        h_BLJ = times_of_slots(x_BLI, a_SIJ, slots_B)
         parts = mx.split(h_BLJ, len(bs), axis=-1) if len(bs) > 1 else [h_BLJ]
-        return [mx.gather_mm(part, b, rhs_indices=slots_B) for part, b in zip(parts, bs, strict=True)]
+        return [times_of_slots(part, b, slots_B) for part, b in zip(parts, bs, strict=True)]
     h_BLJ = x_BLI @ a_SIJ[slots_B]
     return [h_BLJ[..., j * rank : (j + 1) * rank] @ b[slots_B] for j, b in enumerate(bs)]

@@ -25,7 +25,8 @@ import mlx.nn as nn
 
 from mlx_model.device import on_cpu, on_cuda
 from mlx_model.joined import joined_of
-from mlx_model.lora.deltas import Deltas, Held, Kernel
+from mlx_model.lora.deltas import Deltas, Held, Kernel, times_of_slots
+from mlx_model.routing import Routing
 from mlx_model.sites import Site, group_of, partial_sums
 
 SMALLEST_RANK = 8
@@ -214,7 +215,7 @@ def _times(x_BLI: mx.array, w_SIO: mx.array, slots_B: mx.array) -> mx.array:
     """x W[slot], where copies of W per row would be too large to be made on a GPU."""
     if w_SIO.dtype != mx.float32 and on_cpu():
         return x_BLI @ w_SIO[slots_B]
-    return mx.gather_mm(x_BLI, w_SIO, rhs_indices=slots_B)
+    return times_of_slots(x_BLI, w_SIO, slots_B)
 
 
 class MultiLoRALinear(nn.Module):  # type: ignore[misc]
@@ -278,13 +279,6 @@ class MultiLoRAEmbedding(nn.Module):  # type: ignore[misc]
         return y_BLV if gains_SV is None else y_BLV * gains_SV[slots_B][:, None, :].astype(y_BLV.dtype)
 
 
-@dataclass
-class Routing:
-    """The experts that the mixture under way has chosen, before it sorts its tokens by them."""
-
-    indices: mx.array | None = None  # [B, L, k]
-
-
 class MultiLoRASwitch(nn.Module):  # type: ignore[misc]
     """Experts' linears with adapters (mlx-lm's LoRASwitchLinear): one A, B per slot and expert."""
 
@@ -317,22 +311,6 @@ class MultiLoRASwitch(nn.Module):  # type: ignore[misc]
             return mx.repeat(slots_B, per_row).reshape(indices.shape)
         order = mx.argsort(chosen.flatten())  # as switch_layers._gather_sort does
         return slots_B[order // per_row]
-
-
-def follow_routing(experts: Any) -> Routing:
-    """Let a SwitchGLU or SwitchMLP note the experts that it is called with: this instance gets a class of its own."""
-    if not hasattr(experts, "routing"):
-        plain: Any = type(experts)
-
-        def noting(self: Any, x: mx.array, indices: mx.array) -> mx.array:
-            self.routing.indices = indices
-            y: mx.array = plain.__call__(self, x, indices)
-            return y
-
-        experts.routing = Routing()
-        experts.__class__ = type(f"Noting{plain.__name__}", (plain,), {"__call__": noting})
-    routing: Routing = experts.routing
-    return routing
 
 
 def _pad(array: mx.array, axis: int, size: int) -> mx.array:

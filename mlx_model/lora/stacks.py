@@ -27,14 +27,13 @@ from mlx_model.lora.layers import (
     MultiLoRAEmbedding,
     MultiLoRALinear,
     MultiLoRASwitch,
-    Routing,
     RowSlots,
     SiteWeights,
     Stack,
     best_kernel,
-    follow_routing,
     padded_rank,
 )
+from mlx_model.routing import Routing, follow_routing
 from mlx_model.sites import Site, Whole, find_sites, mixtures, replace_modules, shared_inputs
 from mlx_model.tuned import ModelTuning
 

@@ -183,7 +183,7 @@ def most_likely(logprobs_TV: mx.array, count: int) -> tuple[mx.array, mx.array]:
 class Draw:
     """Results of one decode step other than its tokens; copied to the host when first read."""
 
-    __slots__ = ("_arrays", "_asked", "_logprobs", "_top", "_top_index", "versions")
+    __slots__ = ("_arrays", "_asked", "_logprobs", "_routes", "_top", "_top_index", "routes_BW", "versions")
 
     def __init__(
         self,
@@ -199,18 +199,28 @@ class Draw:
         self._top: tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]] | None = None
         self._top_index = top_index  # row of the batch -> row of the top arrays
         self._asked = asked
+        self.routes_BW: mx.array | None = None  # experts that each row was computed with, where a row asks for them
+        self._routes: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None = None
 
     @property
     def arrays(self) -> list[mx.array]:
         """Arrays on the device that are still to be evaluated."""
         logprobs_B, top_TK = self._arrays
-        return [logprobs_B, *(top_TK or ()), *self._asked.arrays]
+        routes = () if self.routes_BW is None else (self.routes_BW,)
+        return [logprobs_B, *(top_TK or ()), *self._asked.arrays, *routes]
 
     def logprob(self, index: int) -> float:
         """Log-probability of the token drawn for row `index`."""
         if self._logprobs is None:
             self._logprobs = cast(list[float], self._arrays[0].tolist())
         return self._logprobs[index]
+
+    def routes(self, index: int) -> bytes:
+        """Experts that row `index` was computed with (mlx_model/routing.py)."""
+        if self._routes is None:
+            assert self.routes_BW is not None, "no row has asked for routes"
+            self._routes = np.array(self.routes_BW)
+        return bytes(self._routes[index].tobytes())
 
     def top_logprobs(self, index: int, count: int) -> TokenLogprobs:
         """The `count` most likely tokens of row `index`, best first; or those that it names itself."""

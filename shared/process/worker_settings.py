@@ -281,6 +281,8 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings, HostSettings)
     def _host_serves_each_model_alone(self) -> Self:
         if not self.is_host:
             return self
+        if self.from_catalogue and "model" not in self.model_fields_set:
+            self.model = ""  # none is given
         for flag, given in (
             ("--guest", self.guest),
             ("--served-model-name", self.served_model_name),
@@ -291,6 +293,11 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings, HostSettings)
             if given:
                 raise ValueError(f"a process that serves several models cannot have {flag}: run a worker of its own")
         return self
+
+    @property
+    def given_models(self) -> tuple[str, ...]:
+        """Models that the command line names."""
+        return tuple(filter(None, (self.model, *self.models)))
 
     @property
     def ssd_folder(self) -> Path | None:

@@ -6,6 +6,7 @@ Which ones is decided by their ids, so that a repeated commit decides alike.
 """
 
 import hashlib
+import zlib
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
@@ -21,6 +22,7 @@ from shared.sequences import SequenceResult, SequenceSpec, decode_result, decode
 MOST_BYTES = 256 << 20  # of the recordings of one model
 COURT_ENTRIES = 1_000
 COURT_BYTES = 32 << 20
+CASES_SHOWN = 32  # sequences that were found wrong, of one worker
 MOST_PASSES = 32  # of a case between workers
 MOST_CHOICES = 128  # of a completion
 _JUDGE = "judge:"  # before the name of a worker, in the fields of verdicts
@@ -62,7 +64,8 @@ async def add_verdict(redis: Redis, model: str, judge: str, report: ReplayReport
         )
     ]  # fmt: skip
     if report.wrong:
-        commands += [("HINCRBY", key, _JUDGE + judge, 1), ("HSET", key, f"case:{report.id}", judge)]
+        place = zlib.crc32(report.id.encode()) % CASES_SHOWN
+        commands += [("HINCRBY", key, _JUDGE + judge, 1), ("HSET", key, f"case:{place}", f"{report.id} {judge}")]
     await ask_all(redis, [*commands, ("EXPIRE", key, keys.VERDICTS_TTL_S)])
 
 

@@ -35,6 +35,7 @@ from shared.text.codec import TextCodec
 from tests.bench.local_ring import LocalRing, LocalSink, LocalSource
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
 from tests.bench.steady_training import Training, random_groups
+from tests.bench.utilisation import StepWork, product_rate
 from tests.training.nobody import NoBoard, NoOrders
 from trainer.hosted import FREE_PART, rehearse
 from trainer.learn.compute import EngineHost
@@ -77,6 +78,7 @@ class Options:
     stretch_s: float
     loop_s: float
     microbatch_gb: float
+    peak_tflops: float
 
     def settings(self, folder: Path) -> TrainSettings:
         """The trainer's."""
@@ -249,8 +251,7 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
         )
     )
     state = ring.call(lambda: _state_bytes(learner))
-    sizes = (options.groups, options.samples, options.prompt, options.completion)
-    training = Training(ring, learner, random_groups(*sizes, ring.loaded.card.vocab_size))
+    training = Training(ring, learner, random_groups(*sizes_of(options), ring.loaded.card.vocab_size))
     training.settle()
     said(f"training runs, microbatches of {training.size.positions} positions")
     ring.stream(options.streams, options.prompt, options.stream_tokens)
@@ -276,7 +277,13 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     idle = [watch(ring, options.stretch_s, training) for _ in range(options.rounds)]
     result["train_tok_per_s_idle"] = median(s.train_tokens / s.seconds for s in idle)
     result["train_steps_per_minute_idle"] = median(60 * s.train_steps / s.seconds for s in idle)
-    said(f"idle: {result['train_tok_per_s_idle']:,.0f} train tok/s")
+    work = StepWork(*sizes_of(options)).operations(SHAPES[options.shape])
+    peak = 1e12 * options.peak_tflops or ring.call(lambda: product_rate(options.dtype))
+    trained = options.groups * options.samples * options.completion
+    for where in ("beside", "idle"):
+        result[f"mfu_{where}"] = result[f"train_tok_per_s_{where}"] / trained * work / peak
+    mfu = f"{result['mfu_idle']:.3f} of {peak / 1e12:.2f} TFLOP/s"
+    said(f"idle: {result['train_tok_per_s_idle']:,.0f} train tok/s, {mfu}")
     training.learner = learner = None
     if options.loop_s:
         ring.stream(options.streams, options.prompt, options.stream_tokens)
@@ -285,6 +292,11 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
         ring.end_streams()
     assert ring.engine.stop(60)
     return result
+
+
+def sizes_of(options: Options) -> tuple[int, int, int, int]:
+    """Prompts of a train step, samples of each, and their lengths."""
+    return options.groups, options.samples, options.prompt, options.completion
 
 
 def rate(stretches: Sequence[Stretch]) -> float:
@@ -348,6 +360,7 @@ def report(r: dict[str, Any]) -> None:
     )
     print(f", {r['train_steps_per_minute_beside']:.1f} train steps a minute")
     print(f"  idle worker   {rates['train_tok_per_s_idle']} tok/s, {r['train_steps_per_minute_idle']:.1f} a minute")
+    print(f"  utilisation   {r['mfu_idle']:.3f} on an idle worker, {r['mfu_beside']:.3f} beside streams")
     print(f"unit            {r['unit_ms_beside']:.0f} ms, microbatches of {r['microbatch_positions']} positions")
     for name in ("alone", "training"):
         gaps = " ".join(f"{key[4:-3]} {value:.1f}" for key, value in r[f"gaps_{name}"].items())
@@ -379,6 +392,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.2)
     parser.add_argument("--pause-ms", type=float, default=50.0, help="aim for one microbatch")
     parser.add_argument("--microbatch-gb", type=float, default=0.0, help="default: as a worker's")
+    parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device; default: a product is measured")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stretch-s", type=float, default=4.0)
     parser.add_argument("--loop-s", type=float, default=15.0, help="0: leave the loop out")

@@ -118,8 +118,11 @@ class Models:
         read = await self.store.read()
         return next((held for _, held in read.holding(model)), None)
 
-    async def until_ready(self, model: str) -> HeldModel:
+    async def until_ready(self, model: str, of: Process | None = None) -> HeldModel:
+        """Wait until a model is loaded, by a host that lives."""
+
         async def is_ready() -> bool:
+            assert of is None or of.popen.poll() is None, of.output
             held = await self.held(model)
             return held is not None and held.state == "ready"
 
@@ -137,17 +140,17 @@ async def switches(url: str, models: Sequence[Path], count: int, pause_s: float,
     ring = Models(redis)
     with host(url, models, "switching", "--max-loaded-models", "1", *flags) as process:
         async with ring.calling(*names):
-            await ring.until_ready(names[0])
+            await ring.until_ready(names[0], process)
             await ring.call(names[0], 1)
             for at in range(count):
                 model = names[(at + 1) % len(names)]
                 await asyncio.sleep(pause_s)  # until there is a spare again
+                memory.append(sum(map(footprint, [process.popen.pid, *children(process.popen.pid)])))
                 cold_s, _ = await ring.call(model, 1)
                 held = await ring.until_ready(model)
                 warm_s = median([(await ring.call(model, 1))[0] for _ in range(3)])
                 loads.append(held.load_s)
                 ratios.append(cold_s / (held.load_s + warm_s))
-                memory.append(sum(map(footprint, [process.popen.pid, *children(process.popen.pid)])))
     await redis.aclose()
     print(f"{count} switches: a load takes {median(loads):.2f} s (median)")
     print(f"cold first token / (load + warm first token): {median(ratios):.3f} (median), {max(ratios):.3f} (most)")
@@ -183,9 +186,9 @@ async def disturbance(url: str, models: Sequence[Path], tokens: int, pause_s: fl
     first, second = (model.name for model in models[:2])
     redis = connect(url)
     ring = Models(redis)
-    with host(url, models[:2], "disturbed", "--max-loaded-models", "2", *flags):
+    with host(url, models[:2], "disturbed", "--max-loaded-models", "2", *flags) as process:
         async with ring.calling(first, second):
-            await ring.until_ready(first)
+            await ring.until_ready(first, process)
             await ring.call(first, 16)
             await asyncio.sleep(pause_s)
             alone = await gaps(url, first, tokens, lambda: None)

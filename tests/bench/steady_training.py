@@ -34,10 +34,10 @@ class Training:
         self.size = self.learner.optimizer._size
         took = self.size.took
 
-        def count(asked: int, positions: int, tokens: int, seconds: float, nbytes: int = 0) -> None:
+        def count(asked: int, positions: int, tokens: int, seconds: float, nbytes: int = 0, **how: Any) -> None:
             self.tokens += tokens
             self.peak_bytes = max(self.peak_bytes, mx.get_peak_memory())  # which every microbatch measures anew
-            took(asked, positions, tokens, seconds, nbytes)
+            took(asked, positions, tokens, seconds, nbytes, **how)
 
         self.size.took = count  # type: ignore[method-assign]
 

@@ -33,9 +33,11 @@ from shared.redis.connection.cluster import ClusterRedis
 from shared.redis.jobs.ticks import queue_name
 from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_queue import SequenceQueue
-from tests.e2e.chaos_load import Answers, Load, Report
+from tests.e2e.chaos_learners import Learners
+from tests.e2e.chaos_load import LONG_PROMPTS, PROMPTS, Answers, Load, Report
+from tests.e2e.chaos_observer import Observer
 from tests.e2e.chaos_policies import Policies
-from tests.e2e.chaos_ring import ChaosRing, Member, chaos_ring, role_of
+from tests.e2e.chaos_ring import WHOLE_RING, ChaosRing, Member, chaos_ring, role_of
 from tests.e2e.rings import MODEL
 from tests.waiting import HANG_S, wait_until
 
@@ -46,6 +48,8 @@ WEIGHTS = {
     "runner.kill": 3, "runner.stop": 1, "runner.restart": 2,
     "trainer.kill": 1, "trainer.stop": 1, "trainer.restart": 1,
     "redis.kill": 2, "redis.stop": 1,
+    "learners.kill": 2, "learners.stop": 1, "learners.restart": 1,
+    "disk.damage": 4, "peers.strangers": 2,
 }  # fmt: skip
 TAKEOVER_S = 5.0
 STREAMS = 4
@@ -64,6 +68,7 @@ async def run(
     logs: Path | None = None,
     once: bool = False,
     cluster: bool = False,
+    everything: bool = False,
 ) -> tuple[Report, Counter[str]]:
     """Run chaos for a while, or (`once`) until each kind of fault has come; what happened, and the faults by kind."""
     rng = random.Random(seed)
@@ -78,19 +83,30 @@ async def run(
             trainer=trainer,
             ranks=ranks,
             cluster=cluster,
+            everything=everything,
         ) as ring:
-            await answers.learn(ring.of("api")[0].url)
+            await answers.learn(ring.of("api")[0].url, (*PROMPTS, *LONG_PROMPTS) if everything else PROMPTS)
             load = Load(ring, random.Random(seed + 1), report, answers)
             policies = Policies(load)
             await policies.begin(ring.of("api")[0].url)
             tasks = [asyncio.create_task(load.streams()) for _ in range(STREAMS)]
             tasks += [asyncio.create_task(load.jobs()), asyncio.create_task(load.leavers())]
             tasks += [asyncio.create_task(policies.act()), asyncio.create_task(policies.judge())]
+            observer, learners = Observer(ring), Learners(load)
+            observing = asyncio.create_task(observer.run())
+            if everything:
+                await learners.begin()
+                tasks.append(asyncio.create_task(learners.run()))
+            print("chaos: all answers are known", flush=True)
             await _harm(ring, load, report, time.monotonic() + seconds, only, once)
             load.stopping = True
             for outcome in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(outcome, BaseException):
                     report.violation(f"a client failed: {outcome!r}")
+            observing.cancel()
+            await asyncio.gather(observing, return_exceptions=True)
+            report.held = observer.lines()
+            report.learned = learners.learned
             await policies.check()
             await _check_rest(ring, report)
             if trainer:
@@ -125,7 +141,8 @@ async def _harm(ring: ChaosRing, load: Load, report: Report, until: float, only:
             await load.reads_from(member)
 
     kinds = [kind for kind in WEIGHTS if fnmatch(kind, only)]
-    kinds = [kind for kind in kinds if ring.of(role_of(kind)) or kind.startswith("redis")]
+    kinds = [kind for kind in kinds if ring.of(role_of(kind)) or role_of(kind) in WHOLE_RING]
+    kinds = [kind for kind in kinds if ring.ssd is not None or not kind.startswith(("disk", "peers"))]
     kinds = [kind for kind in kinds if ring.ranks > 1 or not kind.startswith("rank.")]
     left = ring.rng.sample(kinds, len(kinds)) if once else []
     harming: set[asyncio.Task[None]] = set()
@@ -254,6 +271,10 @@ def show(report: Report, faults: Counter[str]) -> None:
               f"max {took[-1]:.2f} s")  # fmt: skip
     if took := report.redis_restarts_s:
         print(f"Redis, or a successor, was there after {min(took):.2f} to {max(took):.2f} s")
+    if report.learned:
+        print(f"learners that learned what the first one did: {report.learned}")
+    for line in report.held:
+        print(line)
     print(f"violations: {len(report.violations)}", flush=True)
 
 
@@ -267,6 +288,11 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=None, help="an existing folder for what the processes print")
     parser.add_argument("--no-trainer", action="store_true")
     parser.add_argument("--cluster", action="store_true", help="on three shards with replicas, in place of one Redis")
+    parser.add_argument(
+        "--everything", action="store_true",
+        help="workers also speculate, share KV on disk and with one another and check one another's tokens; learners "
+        "learn; files are damaged, strangers visit ports",
+    )  # fmt: skip
     parser.add_argument("--ranks", type=int, default=1, help="processes that each worker's model is divided over")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
@@ -280,6 +306,7 @@ def main() -> int:
             only=options.only,
             logs=options.logs,
             cluster=options.cluster,
+            everything=options.everything,
         )
     )
     late = [took for took in report.takeovers_s if took >= TAKEOVER_S]

@@ -9,7 +9,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from tests.e2e.rings import MODEL
 from tests.waiting import HANG_S
 
 PROMPTS = [f"Tell me about the number {n}." for n in (3, 17, 29, 44, 58, 63, 71, 86)]
+LONG_PROMPTS = [f"{'All numbers are even or odd. ' * 20}Tell me about the number {n}." for n in (5, 8, 13, 21)]
 LONGEST = 320
 GIVEN_UP = "while it ran alone"  # a sequence whose workers have died again and again
 
@@ -47,6 +48,8 @@ class Report:
     given_up: int = 0
     takeovers_s: list[float] = field(default_factory=list)
     redis_restarts_s: list[float] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)  # by processes, in words
+    learned: int = 0  # learners
 
     def violation(self, text: str) -> None:
         self.violations.append(text)
@@ -59,9 +62,9 @@ class Answers:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
 
-    async def learn(self, url: str) -> None:
+    async def learn(self, url: str, prompts: Sequence[str]) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=HANG_S) as http:
-            for prompt in PROMPTS:
+            for prompt in prompts:
                 until = time.monotonic() + HANG_S
                 while (answer := await http.post("/v1/completions", json=body(prompt, LONGEST))).status_code == 503:
                     assert time.monotonic() < until, answer.text  # a busy machine says 503 now and then
@@ -194,7 +197,7 @@ class Load:
         timeout = httpx.Timeout(GRACE_S / 3, connect=2)
         async with httpx.AsyncClient(timeout=timeout, trust_env=False) as http:
             while not self.stopping:
-                prompt = rng.choice(PROMPTS)
+                prompt = rng.choice(list(self.answers.tokens))
                 stream = Stream(self, self.answers.tokens[prompt][: rng.randint(40, LONGEST)])
                 self.open.add(stream)
                 try:
@@ -219,7 +222,7 @@ class Load:
     async def jobs(self) -> None:
         rng = self.rng
         while not self.stopping:
-            prompts = rng.sample(PROMPTS, 6)
+            prompts = rng.sample(list(self.answers.tokens), 6)
             request = JobRequest(
                 kind="generate", model=MODEL, n=3, max_tokens=rng.randint(24, 120), temperature=0, ignore_eos=True
             )

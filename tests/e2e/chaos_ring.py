@@ -12,16 +12,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from redis.exceptions import RedisError
 
 from api.serve.embedded_redis import EmbeddedRedis, free_port
+from tests.e2e.chaos_intruders import damage, visit
 from tests.e2e.chaos_proxy import Proxy
 from tests.e2e.rings import MODEL, Process
 from tests.redis.clusters import Cluster
 from tests.redis.outages import write_at_once
 from tests.waiting import HANG_S
 
-READY = {"worker": "worker.ready", "api": "api.started", "runner": "runner.ready", "trainer": "train."}
-MODULES = {"worker": "worker", "api": "api", "runner": "worker.jobs", "trainer": "trainer"}
+READY = {
+    "worker": "worker.ready", "api": "api.started", "runner": "runner.ready", "trainer": "train.",
+    "learners": "learners.ready",
+}  # fmt: skip
+MODULES = {
+    "worker": "worker", "api": "api", "runner": "worker.jobs", "trainer": "trainer", "learners": "trainer.service",
+}  # fmt: skip
+WHOLE_RING = ("redis", "disk", "peers")  # roles of faults that are no member's
+EVERYTHING = (
+    *("--kv-transfer", "--ssd-policy", "write_through", "--spec-decode", "auto", "--replay-share", "0.02"),
+    *("--kv-transfer-host", "127.0.0.1"),
+)
 
 
 @dataclass
@@ -89,6 +101,7 @@ class ChaosRing:
     rng: random.Random
     freeze_s: float
     ranks: int = 1  # of each worker
+    ssd: Path | None = None  # the workers' folder of KV; None: the ring has nothing but what it needs
     faults: Counter[str] = field(default_factory=Counter)
     running: dict[str, float] = field(default_factory=dict)  # fault -> when it began
     history: list[tuple[str, float, float]] = field(default_factory=list)  # what, from, to
@@ -103,6 +116,8 @@ class ChaosRing:
         role = role_of(kind)
         if role == "redis":
             return not self.redis_harmed
+        if role in WHOLE_RING:
+            return self.ssd is not None
         harmed = [member.harmed for member in self.of(role)]
         return not all(harmed) and not (role == "worker" and any(harmed))
 
@@ -113,6 +128,15 @@ class ChaosRing:
         role, how = role_of(kind), kind.partition(".")[2]
         if role == "redis":
             await self._harm_redis(kind, how)
+            return
+        if self.ssd is not None and role == "disk":
+            await asyncio.to_thread(damage, self.ssd, self.rng)
+            self.faults[kind] += 1
+            return
+        if role == "peers":
+            with contextlib.suppress(RedisError):
+                await visit(self.redis.url, self.rng, self.freeze_s)
+                self.faults[kind] += 1
             return
         member = victim or self.rng.choice([member for member in self.of(role) if not member.harmed])
         member.harmed = True
@@ -226,6 +250,7 @@ async def chaos_ring(
     trainer: bool,
     ranks: int = 1,
     cluster: bool = False,
+    everything: bool = False,
 ) -> AsyncIterator[ChaosRing]:
     """Start everything; at the end stop everything and expect clean exits and no process left."""
     async with contextlib.AsyncExitStack() as stack:
@@ -254,21 +279,28 @@ async def chaos_ring(
                 "--num-local-ranks",
                 str(ranks),
             )
-            members.append(Member(f"w{i}", "worker", (*arguments, "--adapter-cache-dir", str(folder / f"w{i}")), proxy))
+            arguments += ("--adapter-cache-dir", str(folder / f"w{i}"))
+            arguments += (*EVERYTHING, "--ssd-cache-dir", str(folder / "ssd")) if everything else ()
+            members.append(Member(f"w{i}", "worker", arguments, proxy))
         for i in range(2):
             api_port = free_port()
             arguments = ("--redis", redis.url, "--port", str(api_port), "--api-id", f"a{i}", "--feedback-ttl-days", "1")
+            arguments += ("--record-ttl-s", "120") if everything else ()
             members.append(Member(f"a{i}", "api", arguments, port=api_port))
         members += [Member(f"r{i}", "runner", ("--redis", redis.url, "--reward-processes", "1")) for i in range(2)]
         if trainer:
             members.append(Member("t0", "trainer", trainer_arguments(redis.url, folder)))
-        ring = ChaosRing(redis, members, rng, freeze_s, ranks)
+        if everything:
+            arguments = ("--redis", redis.url, "--model", f"models/{MODEL}", "--state-every", "5")
+            members.append(Member("l0", "learners", arguments))
+        ring = ChaosRing(redis, members, rng, freeze_s, ranks, folder / "ssd" if everything else None)
         try:
-            others = [member for member in members if member.role != "trainer"]
+            later = ("trainer", "learners")  # they end where no worker has ever been
+            others = [member for member in members if member.role not in later]
             for member in others:
                 member.start()
             await asyncio.gather(*(member.ready() for member in others))
-            for member in ring.of("trainer"):  # it ends where no worker has ever been
+            for member in (each for role in later for each in ring.of(role)):
                 member.start()
             yield ring
         except BaseException:

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
 
+from mlx_model.loader import LoadedModel
 from mlx_model.lora.layers import SiteWeights
 from mlx_model.lora.stacks import AdaptedModel
+from tests.engine.kv_models import RECURRENT, WINDOW, WINDOWED, small
 from tests.engine.small_models import LLAMA, QWEN3, write_model
+from trainer.learn import logprobs
 from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
 from trainer.learn.logprobs import can_share_prompts, row_scores, shared_scores, to_arrays
 from trainer.learn.options import AdapterShape
@@ -38,7 +42,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
     return make
 
 
-def microbatch(vocabulary: int = 300) -> Microbatch:
+def microbatch(vocabulary: int = 300, longest: int = 9) -> Microbatch:
     rng = np.random.default_rng(0)
 
     def ids(n: int) -> tuple[int, ...]:
@@ -49,7 +53,7 @@ def microbatch(vocabulary: int = 300) -> Microbatch:
 
     groups = [
         SampleGroup("a", ids(3), (sample(5), sample(1), sample(4))),
-        SampleGroup("b", ids(9), (sample(2), sample(6))),
+        SampleGroup("b", ids(longest), (sample(2), sample(6))),
     ]
     return pad(groups)
 
@@ -166,6 +170,35 @@ def test_a_shared_prompt_gives_the_numbers_and_gradients_of_whole_rows(
         assert mx.allclose(mine, theirs, atol=1e-4)
     for name, value in gradients[0].items():
         assert mx.allclose(value, gradients[1][name], rtol=1e-3, atol=1e-3), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*WINDOWED, *RECURRENT, "deepseek_v3", "qwen3"])
+def test_layers_of_every_kind_hand_their_prompt_on_with_its_gradients(
+    name: str, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window, too, that most of a prompt lies before; keys and values are copied, then read where they are."""
+    policy = Policy(small(name, llama).model, AdapterShape())
+    policy.load(moved(policy))
+    x = to_arrays(microbatch(longest=3 * WINDOW))
+    shared = policy.scores
+    assert isinstance(shared, partial) and (shared.keywords["form"] is None) == (name == "mamba2")
+
+    def gradient(scores: Any) -> tuple[float, dict[str, mx.array]]:
+        def loss(tree: Any) -> mx.array:
+            return mx.where(x.mask_BT, scores(tree, x).logp_BT, 0.0).sum()
+
+        value, arrays = nn.value_and_grad(policy.model, loss)(policy.model)
+        return value.item(), dict(tree_flatten(arrays))
+
+    value, expected = gradient(row_scores)
+    for least in (1 << 40, 0):
+        monkeypatch.setattr(logprobs, "LEAST_SPARED", least)
+        ours, found = gradient(shared)
+        assert ours == pytest.approx(value, rel=1e-5)
+        close = 1e-4 if name in RECURRENT else 1e-5
+        for path, array in expected.items():
+            assert (mx.max(mx.abs(array - found[path])) <= close * mx.max(mx.abs(array))).item(), path
 
 
 def test_scores_are_those_of_a_forward_pass_without_padding(model_of: ModelOf) -> None:

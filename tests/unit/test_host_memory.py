@@ -27,5 +27,7 @@ def test_a_model_given_again_makes_the_process_a_host() -> None:
     settings = load(WorkerSettings, ["--model", "a", "--model=b", "--model", "c"])
     assert (settings.model, settings.models, settings.is_host) == ("a", ["b", "c"], True)
     assert not load(WorkerSettings, ["--model", "a"]).is_host
+    assert load(WorkerSettings, ["--from-catalogue"]).given_models == ()
+    assert load(WorkerSettings, ["--from-catalogue", "--model", "a"]).given_models == ("a",)
     with pytest.raises(SetupError, match="several models cannot have --served-model-name"):
         load(WorkerSettings, ["--model", "a", "--model", "b", "--served-model-name", "x"])

@@ -7,10 +7,13 @@ import hashlib
 import io
 import os
 import random
+import socket
 import struct
+import threading
 import zlib
 from collections.abc import AsyncIterator, Callable
 from itertools import product
+from typing import Any
 
 import httpx
 import msgspec
@@ -34,6 +37,7 @@ from shared.images.layout import layout
 from shared.images.refs import ImageRef, VisionSpec, image_key, kv_ids
 from shared.process.call_process import CallProcess
 from shared.sequences import SamplingParams, SequenceSpec, decode_spec, encode
+from tests.waiting import HANG_S
 
 VISION = VisionSpec("idefics3", "<image>", 9, tile=32, longest_edge=128, tile_tokens=4)
 PATCHES = VisionSpec("pixtral", "[IMG]", 9, tile=8, longest_edge=128, tile_tokens=1)
@@ -325,6 +329,23 @@ async def test_nothing_is_fetched_but_from_named_public_hosts(url: str, words: s
     with pytest.raises(InvalidRequestError, match=words):
         await fetch.get(url)
     await fetch.close()
+
+
+async def test_names_that_no_server_answers_hold_nothing_else_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+
+    def look_up(*_: Any, **__: Any) -> list[Any]:
+        answered.wait()
+        raise OSError("no such name")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", look_up)
+        asking = [asyncio.create_task(public_address("silent.test", 443)) for _ in range(64)]
+        async with asyncio.timeout(HANG_S):
+            assert await asyncio.to_thread(int, "7") == 7, "the threads that all others use are free"
+            answered.set()
+            answers = await asyncio.gather(*asking, return_exceptions=True)
+    assert all(isinstance(each, InvalidRequestError) for each in answers)
 
 
 @pytest.mark.parametrize("length", [0, 1, 1000, 3 << 17, 1_000_001])

@@ -79,6 +79,31 @@ def test_compiling_a_kernel_does_not_make_it_small() -> None:
     assert size.positions > FIRST
 
 
+def test_what_new_shapes_take_to_compile_is_no_pace() -> None:
+    """A GPU on which a new shape takes 3 s, and any microbatch 0.1 s; train steps are cut into several shapes."""
+    size, seen = MicrobatchSize(8192, 0.05), set[int]()
+    for _ in range(20):
+        left = 4608
+        while left:
+            asked = size.positions
+            n = min(asked, left)
+            left -= n
+            size.took(asked, n, n, 0.1 + n / 45_000 + (n not in seen) * 3.0, is_new=n not in seen)
+            seen.add(n)
+    assert size.positions >= 2048
+
+
+def test_while_nothing_else_computes_they_may_be_longer() -> None:
+    size, machine = MicrobatchSize(8192, 0.05), line(0.0, 1e-4)
+    chosen = []
+    for waited_s in (0.0, 0.2, 0.0):
+        for _ in range(100):
+            n = size.positions
+            size.took(n, n, n, machine(n), waited_s=waited_s)
+        chosen.append(size.positions)
+    assert chosen == [1024, 256, 1024], "103 and 26 ms: rows wait for the latter"
+
+
 def test_a_rest_says_nothing() -> None:
     size = MicrobatchSize(8192, 0.05)
     for _ in range(5):

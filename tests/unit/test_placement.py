@@ -94,6 +94,6 @@ def test_an_idle_model_is_unloaded_after_its_time_and_one_without_an_entry_at_on
 
 def test_a_large_model_that_is_overdue_keeps_small_ones_from_filling_its_host() -> None:
     models = ring(host("x", ready("a", for_s=5), memory=12), host("y", ready("c", for_s=1), memory=6))
-    demand = asked("a", runs=1), asked("large", "batch", waits_s=130), asked("b", waits_s=1), asked("c", runs=1)
+    demand = asked("a", runs=1), asked("large", "batch", waits_s=250), asked("b", waits_s=1), asked("c", runs=1)
     assert loads(models, *demand) == []
     assert loads(models, demand[0], demand[2], demand[3]) == [("x", "b", ())]

@@ -13,7 +13,7 @@ from shared.trajectories import Trajectory, event_of, result_of
 
 # What each field is in the pieces of one event, by where they stand; a field that is not here fails the first test.
 WHOLE = {"seq", "attempt", "version"}
-BY_POSITION = {"position", "tokens", "logprobs", "top_logprobs"}
+BY_POSITION = {"position", "tokens", "logprobs", "top_logprobs", "routes"}
 WITH_FIRST = {"prompt_logprobs", "prompt_top_logprobs", "prompt_others"}
 WITH_LAST = {"text", "finish", "score_logprobs", "embedding"}
 
@@ -35,6 +35,7 @@ def full() -> TokenEvent:
         prompt_top_logprobs=[(), (TokenLogprob(1, -0.75),)],
         embedding=b"\0\0\x80\x3f",
         prompt_others=[(), (TokenLogprob(2, -1.75),)],
+        routes=b"aAbBcC",
     )
 
 
@@ -128,6 +129,7 @@ def test_a_trajectory_is_an_event_again() -> None:
         prompt_top_logprobs=result.prompt_top_logprobs,
         embedding=result.embedding,
         cached_tokens=result.finish.cached_tokens,
+        routes=result.routes,
     )
     # A line of a batch is never scored, and asks about no other tokens of its prompt.
     scoreless = msgspec.structs.replace(whole, score_logprobs=None, prompt_others=None)

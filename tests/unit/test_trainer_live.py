@@ -13,21 +13,28 @@ from tests.waiting import HANG_S
 from trainer.learn.batches import sample_groups
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.live import LiveCollector, group_of, posted_groups
+from trainer.state import LiveBooks
 
 
 class Queue:
     """Delivers what it was given, then blocks."""
 
     def __init__(self, lives: Sequence[LiveTrajectory]) -> None:
-        self.waiting = [Delivered(f"{i}-0", live) for i, live in enumerate(lives)]
+        self.waiting = [Delivered(f"{i}-0", live) for i, live in enumerate(lives, 1)]
         self.acknowledged: list[str] = []
+        self.added = asyncio.Event()
+
+    def add(self, entries: Sequence[Delivered]) -> None:
+        self.waiting += entries
+        self.added.set()
 
     async def take(self, consumer: str, count: int) -> list[Delivered]:
         found, self.waiting = self.waiting[:count], self.waiting[count:]
         return found
 
     async def wait(self, timeout_s: float) -> None:
-        await asyncio.Event().wait()
+        await self.added.wait()
+        self.added.clear()
 
     async def done(self, entries: list[str]) -> None:
         self.acknowledged += entries
@@ -52,9 +59,9 @@ async def test_a_group_waits_for_all_its_samples() -> None:
     queue = Queue([live("a0", group="a", size=2), live("b"), live("a1", 0.0, group="a", size=2)])
     batch, collector = await batch_of(queue, 3)
     assert [[t.reward.value for t in g.trajectories if t.reward] for g in batch] == [[1.0], [1.0, 0.0]]
-    assert collector.taken == ["1-0", "0-0", "2-0"]
+    assert collector.taken == ["2-0", "1-0", "3-0"]
     await collector.saved()
-    assert queue.acknowledged == ["1-0", "0-0", "2-0"] and collector.taken == []
+    assert queue.acknowledged == ["2-0", "1-0", "3-0"] and collector.taken == []
 
 
 async def test_single_samples_are_compared_with_their_pool() -> None:
@@ -79,14 +86,35 @@ async def test_what_has_no_reward_or_is_too_old_is_dropped_and_counted() -> None
     batch, collector = await batch_of(queue, 2)
     assert [g.id for g in batch] == ["live-a", "live-b"]
     assert collector.dropped == {"unscored": 1, "stale": 1}
-    assert sorted(collector.taken) == ["0-0", "1-0", "2-0", "3-0"]
+    assert sorted(collector.taken) == ["1-0", "2-0", "3-0", "4-0"]
 
 
 async def test_what_the_checkpoint_has_learned_from_is_not_learned_again() -> None:
     queue = Queue([live("a"), live("b"), live("c", 0.0)])
-    batch, _ = await batch_of(queue, 2, taken=["0-0"])
+    batch, _ = await batch_of(queue, 2, taken=["1-0"])
     assert [g.id for g in batch] == ["live-b", "live-c"]
-    assert queue.acknowledged == ["0-0"]
+    assert queue.acknowledged == ["1-0"]
+
+
+async def test_what_was_taken_and_stands_in_the_queue_again_is_not_learned_again() -> None:
+    """As when Redis was set back: entries return that were acknowledged before any that a checkpoint names."""
+    lives = [live("g0", group="g", size=2), live("a"), live("b", 0.0), live("c")]
+    before = Queue(lives)
+    collector = LiveCollector(before, 2, 9, 60.0)  # type: ignore[arg-type]
+    async with collector, asyncio.timeout(HANG_S):
+        await collector.next_batch(age)
+        await collector.saved()
+        assert collector.books == LiveBooks("4-0", ["1-0", "4-0"])
+        before.add([*Queue(lives).waiting, Delivered("5-0", live("d"))])
+        collector.give_back(await collector.next_batch(age))
+        assert collector.books == LiveBooks("5-0", ["1-0", "4-0", "5-0"])
+    assert before.acknowledged == ["2-0", "3-0"] * 2 and collector.dropped == {"taken before": 2}
+    again = Queue([*lives, live("d"), live("e"), live("g1", group="g", size=2)])
+    resumed = LiveCollector(again, 5, 9, 60.0, books=LiveBooks("4-0", ["1-0", "4-0"]))  # type: ignore[arg-type]
+    async with resumed, asyncio.timeout(HANG_S):
+        batch = await resumed.next_batch(age)
+    assert [group.id for group in batch] == ["live-c", "live-d", "live-e", "live-g"]
+    assert again.acknowledged == ["2-0", "3-0"]
 
 
 async def test_a_batch_that_was_not_used_comes_again() -> None:

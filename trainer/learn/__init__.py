@@ -9,5 +9,6 @@ Before that, in plain numpy: `batches.py` (groups to advantages and padded array
 Besides: `compute.py` (the thread that computes), `gate.py` (bounds and checks of a version), `measures.py` (distances
 between policies), `learn_when.py` (when a run may train), `machine_care.py` (battery and memory between two train
 steps), `microbatch_size.py`, `packing.py` (a learner's state as bytes), `options.py` (plain data, without MLX),
-`peers.py` (several processes that compute one train step), `picture_places.py` (images in the rows of a forward).
+`peers.py` (several processes that compute one train step), `picture_places.py` (images in the rows of a forward),
+`routes.py` (the experts that a forward replays).
 """

@@ -1,27 +1,35 @@
 """Log-probabilities of completions under a model, with gradients.
 
-Two ways, same numbers. *Shared*: each prompt runs once, and the keys and values of its layers, gradient included, are
-handed to all samples of its group. With G samples of T tokens after a prompt of S tokens that is S + G T positions
-where rows of their own need G (S + T); logits exist for completion positions only. *Rows*: prompt and completion as
-one row, for models whose cache is more than keys and values, and under gradient checkpointing.
+Two ways, same numbers. *Shared*: each prompt runs once, and what its layers hold then, gradient included, is handed to
+all samples of its group: keys and values, of windows their last ones, and recurrent states. With G samples of T tokens
+after a prompt of S tokens that is S + G T positions where rows of their own need G (S + T); logits exist for completion
+positions only. Prompts share a forward, padded on the left, but where a layer would read the padding into its state.
+*Rows*: prompt and completion as one row, for models with caches of other kinds, and under gradient checkpointing.
 """
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from trainer.learn.batches import Microbatch
+from mlx_model.kv.kinds import leaves, mapped
+from mlx_model.kv.shared import Form, Groups, Pair, Read, read_of, with_queries
+from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
 from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
 from trainer.learn.picture_places import Laid, Shown, behind, looking, shown
+from trainer.learn.routes import Routes, of_prompts, of_rest, of_rows, replay_of, replaying
 from trainer.rollouts.sight import Sight
 
+# Bytes of a layer's keys and values that rows must spare by reading prompts where they are, or it is no faster than
+# copies. On a CPU (fp32): 1.07 of the time at 4 MB, 0.98 at 31 MB, 0.7 at 126 MB.
+LEAST_SPARED = 32 << 20
+_CLOSE = 0.02  # of the largest log-probability: how far the two ways may be apart, by rounding
 CHUNK_LOGITS = 1 << 26  # at most as many logits at once: 256 MB in fp32
 
 
@@ -152,6 +160,7 @@ class BatchArrays:
     start_B: mx.array  # position of the first completion token in rows_BL
     drawn: DrawnRows | None = None  # what the rows were drawn with
     seen: Shown | None = None  # where images stand in prompts; None: they have none
+    routes_BTN: Routes | None = None  # experts that a model with a `Replay` computes with
 
 
 def to_arrays(batch: Microbatch, sight: Sight | None = None) -> BatchArrays:
@@ -175,31 +184,130 @@ def to_arrays(batch: Microbatch, sight: Sight | None = None) -> BatchArrays:
         mx.array(start_B),
         batch.drawn,
         seen,
+        batch.routes_BTN,
     )
 
 
-def can_share_prompts(model: Any) -> bool:
-    """True if all of the model's state is keys and values of full attention."""
-    return all(type(cache) is KVCache for cache in make_prompt_cache(model))
+def can_share_prompts(model: Any, *, tries: bool = True) -> bool:
+    """True if `shared_scores` gives this model's log-probabilities.
+
+    So it does where all state is keys and values of full attention. Models with windows or recurrent layers are tried
+    with a few tokens, if `tries`.
+    """
+    new = list(leaves(make_prompt_cache(model)))
+    if all(type(leaf) is KVCache for leaf in new):
+        return True
+    known = all(type(leaf) in (KVCache, RotatingKVCache, ArraysCache) and not getattr(leaf, "keep", 0) for leaf in new)
+    return known and tries and _is_right(model)
+
+
+def _is_right(model: Any) -> bool:
+    def sample(*ids: int) -> Sample:
+        return Sample(ids, (0.0,) * len(ids), (True,) * len(ids), (0,) * len(ids), 0.0)
+
+    x = to_arrays(
+        pad([SampleGroup("a", (1, 2, 3), (sample(4, 5, 6), sample(7))), SampleGroup("b", (8,), (sample(9, 1),))])
+    )
+    try:
+        shared_BT, rows_BT = (
+            mx.where(x.mask_BT, scores(model, x, entropy=False).logp_BT, 0.0) for scores in (shared_scores, row_scores)
+        )
+        return bool((mx.max(mx.abs(shared_BT - rows_BT)) < _CLOSE * mx.max(mx.abs(rows_BT))).item())
+    except Exception:  # masks and state of the model's own
+        return False
 
 
 def shared_scores(
-    model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0, value: ValueOf | None = None
+    model: Any,
+    x: BatchArrays,
+    *,
+    entropy: bool = True,
+    chunk: int = 0,
+    value: ValueOf | None = None,
+    form: Form | None = None,
 ) -> TokenScores:
-    """Each prompt once, then all completions after it; the head takes `chunk` positions at a time, 0: all at once."""
+    """Each prompt once, then all completions after it; the head takes `chunk` positions at a time, 0: all at once.
+
+    `form`: in which this model's attention reads prompts where they are, if that pays; None: rows copy keys and values.
+    """
     body, head = halves_of(model, chunk)
-    caches = [PromptKeys(x.padding_P) for _ in model.layers]
-    with looking(model, x.prompt_PS, x.seen, x.seen and x.seen.prompts) as images:
-        first_PH = body(x.prompt_PS, cache=caches, **images)[:, -1]
-    branches = [cache.branch(x.prompt_of_B) for cache in caches]
-    hidden_BTH = first_PH[x.prompt_of_B][:, None]
-    if x.completion_BT.shape[1] > 1:
-        with behind(model, x.seen, x.completion_BT.shape[1] - 1):
-            rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
-        hidden_BTH = mx.concatenate([hidden_BTH, rest_BTH], axis=1)
+    has_states = any(type(leaf) is ArraysCache for leaf in leaves(make_prompt_cache(model)))
+    if has_states and x.seen is not None:
+        return row_scores(model, x, entropy=entropy, chunk=chunk, value=value)
+    hidden_BTH = (_prompt_by_prompt if has_states else _behind_prompts)(model, body, x, form)
     drawn = positions_of(x.drawn, x.completion_BT.shape)
     scores = token_scores(head, hidden_BTH, x.completion_BT, chunk, entropy=entropy, drawn=drawn)
     return scores._replace(values_BT=_values(value, hidden_BTH))
+
+
+def _behind_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays, form: Form | None) -> mx.array:
+    """Hidden states [B, T, H] in which completions are drawn."""
+    caches = mapped(make_prompt_cache(model), lambda leaf: _learning(leaf, x.padding_P))
+    replay = replay_of(model)
+    routes_PSW = of_prompts(replay, x.routes_BTN, x.prompt_of_B, x.prompt_PS.shape[1])
+    with looking(model, x.prompt_PS, x.seen, x.seen and x.seen.prompts) as images, replaying(replay, routes_PSW):
+        first_PH = body(x.prompt_PS, cache=caches, **images)[:, -1]
+    hidden_BTH = first_PH[x.prompt_of_B][:, None]
+    if x.completion_BT.shape[1] == 1:
+        return hidden_BTH
+    branches = _branches(caches, x, form)
+    routes_BTW = of_rest(replay, x.routes_BTN)
+    with behind(model, x.seen, x.completion_BT.shape[1] - 1), replaying(replay, routes_BTW):
+        rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
+    return mx.concatenate([hidden_BTH, rest_BTH], axis=1)
+
+
+def _prompt_by_prompt(model: Any, body: Callable[..., mx.array], x: BatchArrays, form: Form | None) -> mx.array:
+    """The same, each prompt without padding."""
+    prompt_of_B: list[int] = x.prompt_of_B.tolist()  # type: ignore[assignment]
+    parts, order = [], list[int]()
+    for prompt in sorted(set(prompt_of_B)):
+        rows = [row for row, of in enumerate(prompt_of_B) if of == prompt]
+        one = replace(
+            x,
+            prompt_PS=x.prompt_PS[prompt : prompt + 1, x.padding_P[prompt].item() :],
+            padding_P=mx.zeros(1, mx.int32),
+            prompt_of_B=mx.zeros(len(rows), mx.int32),
+            completion_BT=x.completion_BT[mx.array(rows)],
+            routes_BTN=None if x.routes_BTN is None else x.routes_BTN[rows],
+        )
+        parts.append(_behind_prompts(model, body, one, form))
+        order += rows
+    return mx.concatenate(parts)[mx.array(np.argsort(order))]
+
+
+def _learning(new: Any, padding_P: mx.array) -> Any:
+    """A cache of prompts in the place of an empty one of mlx-lm, through which gradients pass."""
+    return new if type(new) is ArraysCache else PromptKeys(padding_P, getattr(new, "max_size", None))
+
+
+def _branches(caches: list[Any], x: BatchArrays, form: Form | None) -> list[Any]:
+    """The caches of rows that continue the prompts of these."""
+    prompts: list[int] = x.prompt_of_B.tolist()  # type: ignore[assignment]
+    starts: list[int] = x.padding_P.tolist()  # type: ignore[assignment]
+    spared = max((leaf.nbytes for leaf in leaves(caches) if _is_whole(leaf)), default=0) * (
+        len(prompts) / len(starts) - 1
+    )
+    rows = dict[Hashable, tuple[int, ...]]()
+    for row, prompt in enumerate(prompts):
+        rows[prompt] = (*rows.get(prompt, ()), row)
+    groups = Groups(rows, len(prompts))
+    is_read_in_place = form is not None and x.seen is None and spared >= LEAST_SPARED
+
+    def branch(leaf: Any) -> Any:
+        if type(leaf) is ArraysCache:
+            twin = ArraysCache(len(leaf.cache))
+            twin.cache = [None if state is None else state[x.prompt_of_B] for state in leaf.cache]
+            return twin
+        if is_read_in_place and _is_whole(leaf):
+            return leaf.continued(groups, starts, form)
+        return leaf.branch(x.prompt_of_B)
+
+    return mapped(caches, branch)
+
+
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, PromptKeys) and leaf.window is None
 
 
 def row_scores(
@@ -222,7 +330,10 @@ def row_scores(
 def row_states(model: Any, body: Callable[..., mx.array], x: BatchArrays) -> mx.array:
     """Hidden states [B, L, H] of the rows but for their last id, as `body` of the model gives them."""
     ids_BL = x.rows_BL[:, :-1]
-    with looking(model, ids_BL, x.seen, x.seen and x.seen.rows.until(ids_BL.shape[1])) as images:
+    replay = replay_of(model)
+    routes_BLW = of_rows(replay, x.routes_BTN, x.start_B, ids_BL.shape[1])
+    until = x.seen and x.seen.rows.until(ids_BL.shape[1])
+    with looking(model, ids_BL, x.seen, until) as images, replaying(replay, routes_BLW):
         return body(ids_BL, **images)
 
 
@@ -242,8 +353,9 @@ class PromptKeys:
     It has the part of mlx-lm's cache protocol that a model's forward pass uses; `offset` is a number per row.
     """
 
-    def __init__(self, padding_P: mx.array) -> None:
-        self.padding_P = padding_P
+    def __init__(self, padding_P: mx.array, window: int | None = None) -> None:
+        """`window`: positions that a query sees, its own among them; None: all."""
+        self.padding_P, self.window = padding_P, window
         self.offset = -padding_P
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
@@ -263,16 +375,56 @@ class PromptKeys:
         A query that sees nothing would have gradients that are not finite on CUDA (0 times NaN, for nobody reads it).
         """
         seen = 0 if self.keys is None else self.keys.shape[2]
-        mask: mx.array = create_causal_mask(N, seen, window_size=window_size, left_padding=self.padding_P)
+        window = window_size or self.window
+        mask: mx.array = create_causal_mask(N, seen, window_size=window, left_padding=self.padding_P)
         return mask | (mx.arange(seen, seen + N)[:, None] == mx.arange(seen + N))
+
+    @property
+    def nbytes(self) -> int:
+        assert self.keys is not None and self.values is not None
+        return self.keys.nbytes + self.values.nbytes
+
+    def continued(self, groups: Groups, starts: Sequence[int], form: Form) -> "Continued":
+        """The cache of rows that continue these prompts and read them where they are; `starts`: of each prompt."""
+        assert self.keys is not None and self.values is not None
+        keys, values = self.keys, self.values
+        places = [(slice(at, at + 1), slice(None), slice(start, None)) for at, start in enumerate(starts)]
+        prompts: dict[Hashable, Pair] = {
+            at: (keys[of], values[of]) for at, of in enumerate(places) if at in groups.rows
+        }
+        return Continued(groups, prompts, form)
 
     def branch(self, prompt_of_B: mx.array) -> "PromptKeys":
         """The cache of rows that continue these prompts."""
         assert self.keys is not None and self.values is not None
-        twin = PromptKeys(self.padding_P[prompt_of_B])
+        unseen = max(0, self.keys.shape[2] - self.window) if self.window else 0
+        twin = PromptKeys(self.padding_P[prompt_of_B] - unseen, self.window)
         twin.offset = self.offset[prompt_of_B]
-        twin.keys, twin.values = self.keys[prompt_of_B], self.values[prompt_of_B]
+        twin.keys, twin.values = (each[:, :, unseen:][prompt_of_B] for each in (self.keys, self.values))
         return twin
+
+
+class Continued:
+    """The cache of rows that continue prompts, in one layer and for one forward pass (mlx_model/kv/shared.py)."""
+
+    def __init__(self, groups: Groups, prompts: dict[Hashable, Pair], form: Form) -> None:
+        self._groups, self._prompts, self._form = groups, prompts, form
+        lengths = {row: prompts[key][0].shape[2] for key, rows in groups.rows.items() for row in rows}
+        self.offset = mx.array([lengths[row] for row in range(groups.count)])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Read, mx.array]:
+        """What attention reads in place of keys and values."""
+        return read_of(Read(self._groups, self._prompts, (keys, values), self._form, learns=True))
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """A causal mask of the rows' own positions."""
+        if window_size is not None:
+            raise NotImplementedError("a window over positions that rows share")
+        mask: mx.array = create_causal_mask(N)[None, None]
+        if self._form == "keys":
+            return mask
+        _, rotary_keys = next(iter(self._prompts.values()))
+        return with_queries(mask, rotary_keys.shape[3])
 
 
 def _rows(batch: Microbatch) -> tuple[np.ndarray, np.ndarray]:

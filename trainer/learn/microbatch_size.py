@@ -6,7 +6,12 @@ size is tried that is expected to take more, the first one included.
 
 Times are kept by size, in steps of a factor of two: thousands of operations have to be started however few positions
 they have, a GPU is hardly busier with four times as many, and in between the curve has bumps, so no line goes through
-it. From the smallest size on, each larger one is tried until time grows in proportion, or is too long.
+it. From the smallest size on, each larger one is tried until time grows in proportion, or is too long. A size is not
+measured again while another is taken, so what the first microbatch of a shape takes to compile is left out: it kept a
+GPU at 256 positions for good.
+
+While nothing else computes between microbatches, no row waits, and they may take several times as long: as long as a
+prompt's piece may take then.
 
 Invariants. Between one position and the largest size that the settings allow; without a bound always that size. A size
 that keeps the bound is taken if it reaches half of the best rate that was seen; otherwise the smallest that reaches it,
@@ -20,7 +25,9 @@ from statistics import median
 
 FIRST = 256  # positions, before anything is known of this machine
 RECENT = 5  # durations stored for each size
-WARM_UP = 1  # first times of a size, in which kernels are compiled
+WARM_UP = 1  # first times of a size that are left out
+ALONE = 0.1  # of a microbatch's time: what passes before it while nothing else computes
+UNDISTURBED = 4  # times as long as the bound then; a row that comes waits for one such microbatch
 PATIENCE = 16.0  # bounds: what the next size is expected to take at most, while sizes are tried
 BUMP = 2  # sizes that a bump in the curve may span
 IN_PROPORTION = 1.7  # times as long for twice the size, over so many sizes: work by now, not the start of operations
@@ -42,6 +49,7 @@ class MicrobatchSize:
         self._position_bytes: deque[float] = deque(maxlen=RECENT)
         self.positions = min(FIRST, self._most) if self.bound_s else self.largest
         self._times: dict[int, _Times] = {}  # by log2 of the size
+        self._allowed_s = self.bound_s  # by what has computed lately
         self._floor = 0  # less was asked for in vain: one sample is never cut
 
     @property
@@ -61,16 +69,28 @@ class MicrobatchSize:
         position = 2 * max(self._position_bytes, default=self.expected_bytes)
         return not self.bound_bytes or min(size, self.largest) * position <= self.bound_bytes
 
-    def took(self, asked: int, positions: int, tokens: int, seconds: float, nbytes: int = 0) -> None:
+    def took(
+        self,
+        asked: int,
+        positions: int,
+        tokens: int,
+        seconds: float,
+        nbytes: int = 0,
+        *,
+        waited_s: float | None = None,
+        is_new: bool = False,
+    ) -> None:
         """Record the seconds of a microbatch: cut to `asked` positions, it has this many positions and tokens.
 
         Tokens are those of completions: a prompt that is computed again in each of many small parts is no work done.
+        `waited_s`: that others computed before it; None: not known. `is_new`: something was compiled for its shape.
         """
         if not self.bound_s or tokens <= 0 or seconds <= 0:
             return
         if nbytes:
             self._position_bytes.append(nbytes / positions)
             self.positions = min(self.positions, self._most)
+        self._allowed_s = self.bound_s * (UNDISTURBED if waited_s is not None and waited_s < ALONE * seconds else 1)
         if 2 * positions < asked:
             return  # the rest of a train step: too small to count
         size = _step(asked)
@@ -78,7 +98,7 @@ class MicrobatchSize:
             self._floor = max(self._floor, size)
         times = self._times.setdefault(size, _Times())
         before = times.seconds
-        times.add(tokens, seconds)
+        times.add(tokens, seconds, is_new=is_new)
         if before and times.full and not 1 / CHANGED < times.seconds / before < CHANGED:
             self._times = {size: times}
         known = {size: times for size, times in sorted(self._times.items()) if times.known}
@@ -91,7 +111,7 @@ class MicrobatchSize:
         if 1 << high < self.largest and self._may_fit(2 << high) and self._may_try_more(known):
             return 1 << (high + 1)
         chosen = self._best(known)
-        if chosen == low and known[low].seconds > self.bound_s and low > self._floor:
+        if chosen == low and known[low].seconds > self._allowed_s and low > self._floor:
             return 1 << (low - 1)
         return 1 << chosen
 
@@ -101,12 +121,12 @@ class MicrobatchSize:
         growth = (seconds[-1] / seconds[0]) ** (1 / doublings) if doublings else 1.0
         if seconds[-1] * min(max(growth, 1.0), 2.0) > PATIENCE * self.bound_s:
             return False
-        return seconds[-1] < self.bound_s / 2 or doublings < BUMP or growth < IN_PROPORTION
+        return seconds[-1] < self._allowed_s / 2 or doublings < BUMP or growth < IN_PROPORTION
 
     def _best(self, known: "dict[int, _Times]") -> int:
         best = max(times.rate for times in known.values())
         enough = [size for size, times in known.items() if times.rate >= ENOUGH * best]
-        kept = [size for size in enough if known[size].seconds <= self.bound_s]
+        kept = [size for size in enough if known[size].seconds <= self._allowed_s]
         return kept[-1] if kept else enough[0]
 
 
@@ -117,8 +137,8 @@ class _Times:
         self._skipped = 0
         self._last: deque[tuple[int, float]] = deque(maxlen=RECENT)
 
-    def add(self, tokens: int, seconds: float) -> None:
-        if self._skipped < WARM_UP:
+    def add(self, tokens: int, seconds: float, *, is_new: bool) -> None:
+        if self._skipped < (RECENT if is_new else WARM_UP):
             self._skipped += 1
         else:
             self._last.append((tokens, seconds))

@@ -29,17 +29,14 @@ import mlx.nn as nn
 import numpy as np
 import structlog
 
-from mlx_model.device import on_cuda
+from mlx_model.device import on_cpu, on_cuda
 from trainer.learn.adam import AdamSteps, StepSizes, added
-from trainer.learn.advantages import ValueSums, of_tokens
+from trainer.learn.advantages import ValueSums, of_tokens, taught_advantages
 from trainer.learn.batches import PADDING, STD_EPSILON, Microbatch, Padding, SampleGroup, microbatches, pad
 from trainer.learn.logprobs import (
     BatchArrays,
     TokenScores,
-    can_share_prompts,
     head_chunk,
-    row_scores,
-    shared_scores,
     to_arrays,
 )
 from trainer.learn.losses import (
@@ -86,11 +83,12 @@ class Optimizer:
     def __init__(self, policy: Policy, options: OptimizeOptions) -> None:
         self.policy = policy
         self.options = options
-        shared = not policy.checkpoint_layers and can_share_prompts(policy.base)
+        if options.routing_replay:
+            policy.replay_routes()
         chunk = head_chunk(policy.base)
         if options.value is not None and not chunk:
             raise ValueError("this model shows no hidden states, so no value head can read them")
-        self.scores = partial(shared_scores if shared else row_scores, chunk=chunk)
+        self.scores = partial(policy.scores, chunk=chunk)
         self._padding = CUDA_PADDING if on_cuda() else PADDING
         self._gradient = nn.value_and_grad(policy.model, self._loss)
         widths = [value.shape[-2 if name.endswith("lora_a") else -1] for name, value in policy.arrays().items()]
@@ -98,6 +96,8 @@ class Optimizer:
             options.microbatch_tokens, options.microbatch_s, options.microbatch_bytes, BYTES_PER_WIDTH * sum(widths)
         )
         self._told_of_memory = False
+        self._waited_s = math.inf  # that others have computed since the latest microbatch
+        self._compiled = set[tuple[int, ...]]()  # shapes of microbatches
         self.adam = AdamSteps(policy.model, None if options.value is None else _is_head)
 
     def train_step(
@@ -231,7 +231,11 @@ class Optimizer:
             with weights_in(self.policy, self.policy.origin) as reference:
                 reference_BT = self.scores(reference, arrays, entropy=False).logp_BT
                 mx.eval(reference_BT)
-        return Prepared(asked, batch, arrays, old_BT, weight_BT, reference_BT, values_BT)
+        advantage_BT = None
+        if batch.teacher_BT is not None:
+            taught_BT = batch.teacher_BT - batch.sampler_BT
+            advantage_BT = mx.array(taught_advantages(batch.advantage_B, taught_BT, self.options.teaching))
+        return Prepared(asked, batch, arrays, old_BT, weight_BT, reference_BT, values_BT, advantage_BT)
 
     def gradient(self, batches: Iterable[Prepared], totals: StepTotals, sums: Sums) -> Generator[None, None, Any]:
         """Accumulated over microbatches; None without a token in the loss."""
@@ -253,7 +257,9 @@ class Optimizer:
             sums.kl += kl.item()
             sums.value += value.item()
             self._measured(prepared, time.perf_counter() - started, mx.get_peak_memory() - held)
+            ended = time.perf_counter()
             yield
+            self._waited_s = time.perf_counter() - ended
         return self.policy.nothing() if gradient is None else gradient
 
     def apply(self, gradient: Any, rate: float, sums: Sums) -> Generator[None, None, None]:
@@ -278,10 +284,15 @@ class Optimizer:
 
     def _measured(self, prepared: Prepared, seconds: float, nbytes: int) -> None:
         batch, bound = prepared.batch, self._size.bound_bytes
+        waited_s, self._waited_s = self._waited_s, math.inf
         if self._size.bound_s:
-            seconds, held = self.policy.same(seconds, nbytes)
+            seconds, held, waited_s = self.policy.same(seconds, nbytes, waited_s)
             nbytes = int(held)
-        self._size.took(prepared.asked, batch.positions, batch.tokens, seconds, nbytes)
+        shape = *batch.prompt_PS.shape, *batch.completion_BT.shape
+        is_new = not on_cpu() and shape not in self._compiled
+        self._compiled.add(shape)
+        took = batch.positions, batch.tokens, seconds, nbytes
+        self._size.took(prepared.asked, *took, waited_s=waited_s, is_new=is_new)
         if bound and nbytes > bound and len(batch.completion_BT) == 1 and not self._told_of_memory:
             self._told_of_memory = True
             advice = "a sample is never cut: gradient_checkpointing takes less, microbatch_gb allows more"

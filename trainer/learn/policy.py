@@ -13,6 +13,8 @@ import copy
 import math
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -21,17 +23,23 @@ import numpy as np
 import numpy.typing as npt
 from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllLinear
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
+from mlx_model.device import on_cpu
+from mlx_model.kv.kinds import can_share
 from mlx_model.learning import Gradients, attach_divided
+from mlx_model.routing import Replay
 from mlx_model.sites import Whole
 from shared.adapter_files.config import mlx_config
 from shared.heads import VALUE, HeadSpec
+from trainer.learn.logprobs import TokenScores, can_share_prompts, row_scores, shared_scores
 from trainer.learn.options import AdapterShape
 from trainer.learn.peers import Peers
 from trainer.learn.picture_places import held
+from trainer.learn.routes import replay_of
 from trainer.rollouts.sight import Sight
 from trainer.state import Arrays
 
@@ -87,6 +95,22 @@ class Policy:
         self.load(_fresh(self.arrays(), seed))
         if whole is not None and whole.by_data:
             self.agree()  # each rank has computed DoRA's norms itself
+
+    @property
+    def scores(self) -> Callable[..., TokenScores]:
+        """How log-probabilities are computed: each prompt once for all of its samples, or by rows.
+
+        Ranks that divide a model try nothing. Prompts are read where they are on a CPU, where that was measured.
+        """
+        if self.checkpoint_layers or not can_share_prompts(self.base, tries=self._ranks is None):
+            return row_scores
+        is_tried = on_cpu() and self._ranks is None
+        return partial(shared_scores, form=can_share(self.base, make_prompt_cache(self.base)) if is_tried else None)
+
+    def replay_routes(self) -> None:
+        """Compute with the experts that samples name from now on; UnsupportedModelError where that cannot be."""
+        for each in (self.base, self.model):
+            Replay(each)
 
     def whole(self, gradient: Any) -> Any:
         """The gradient of a batch, which all ranks have computed a part of if there are several: summed over them."""
@@ -178,11 +202,12 @@ def checkpoint_instance(layer: Any) -> None:
     forward: Callable[..., Any] = cls.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        placed = held(self)
+        placed, replay = held(self), replay_of(self)
+        replayed = nullcontext if replay is None else replay.held()
 
         def inner(parameters: Any, *inputs: Any) -> Any:
             self.update(parameters)
-            with placed():
+            with placed(), replayed():
                 return forward(self, *inputs, **kwargs)
 
         return mx.checkpoint(inner)(self.trainable_parameters(), *args)

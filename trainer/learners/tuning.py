@@ -20,13 +20,10 @@ from trainer.learn.batches import SampleGroup, pad
 from trainer.learn.compute import Work
 from trainer.learn.logprobs import (
     BatchArrays,
-    can_share_prompts,
     from_logits,
     halves_of,
     head_chunk,
-    row_scores,
     row_states,
-    shared_scores,
     to_arrays,
 )
 from trainer.learn.losses import answer_logps, cross_entropy, margins, preference_loss
@@ -118,8 +115,7 @@ class TuneLearner(RowLearner[SampleGroup]):
     ) -> None:  # fmt: skip
         self._tuning, self._beta = tuning, beta
         super().__init__(model, shape, options, sight, whole)
-        shared = not options.checkpoint_layers and can_share_prompts(self.policy.base)
-        self.scores = partial(shared_scores if shared else row_scores, chunk=self._chunk, entropy=False)
+        self.scores = partial(self.policy.scores, chunk=self._chunk, entropy=False)
         self._of_policy = nn.value_and_grad(self.policy.model, self._loss)
         self._references: dict[_Pair, tuple[float, float]] = {}
 

@@ -7,8 +7,9 @@ as REINFORCE++, arXiv 2501.03262). It is unbiased for what the sample itself add
 easy prompts look good and hard ones bad. Ask for `n` samples where that matters.
 
 Invariants. Every delivered trajectory is taken exactly once: into a batch, or dropped and counted. `taken` names those
-that the weights have seen since the last acknowledgement; a checkpoint keeps it, so that what comes again after a kill
-is recognised.
+that the weights have seen since the last acknowledgement, and `books` says of all entries which were taken. A
+checkpoint keeps both, so that what comes again is recognised: after a kill, and after Redis was set back to a state in
+which it still held entries that were acknowledged since.
 """
 
 import asyncio
@@ -20,10 +21,11 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from shared.redis.connection.background_reader import BackgroundReader
-from shared.redis.training.trajectory_queue import CONSUMER, Delivered, TrajectoryQueue, is_not_after
+from shared.redis.training.trajectory_queue import CONSUMER, Delivered, TrajectoryQueue, is_not_after, order_of
 from shared.trajectories import LiveTrajectory
 from trainer.rollouts.groups import Lag, RolloutGroup, usable
 from trainer.rollouts.pacing import StaleWatch
+from trainer.state import LiveBooks
 
 log = structlog.get_logger()
 
@@ -57,6 +59,7 @@ class LiveCollector(BackgroundReader):
         deadline_s: float,
         taken: Collection[str] = (),
         watch: StaleWatch | None = None,
+        books: LiveBooks | None = None,
     ) -> None:
         self._queue = queue
         self._watch = watch or StaleWatch()
@@ -64,6 +67,8 @@ class LiveCollector(BackgroundReader):
         self._max_lag = max_lag
         self._deadline_s = deadline_s
         self._known = set(taken)  # in the checkpoint's weights already
+        self._newest = books.newest if books else ""  # entry that was delivered
+        self._expected = set(books.waiting if books else ())  # delivered to an earlier start, and not taken by it
         self._open: dict[str, _Open] = {}
         self._ready: list[_Ready] = []
         self._out: list[_Ready] = []  # the last batch
@@ -129,10 +134,36 @@ class LiveCollector(BackgroundReader):
             self.taken += ready.entries
         return [ready.group for ready in chosen]
 
+    @property
+    def books(self) -> LiveBooks:
+        """Which entries were taken: all up to the newest that was delivered, except those that wait."""
+        return LiveBooks(self._newest, sorted(self._expected | self._here(), key=order_of))
+
+    def _here(self) -> set[str]:
+        """Entries that wait for a batch."""
+        members = (member for group in self._open.values() for member in group.members)
+        return {entry for ready in self._ready for entry in ready.entries} | {member.entry for member in members}
+
+    def _came_before(self, entry: str) -> bool:
+        """True if an entry was delivered earlier, to this start of the run or to one before it, and is not expected."""
+        if entry in self._expected:
+            self._expected.remove(entry)
+            return False
+        if self._newest and is_not_after(entry, self._newest):
+            return True
+        self._newest = entry
+        self._expected.clear()  # what an earlier start had read comes first: the others were trimmed
+        return False
+
     async def _take(self, delivered: Delivered) -> None:
         live = delivered.live
         if delivered.entry in self._known:
             await self._queue.done([delivered.entry])
+        elif self._came_before(delivered.entry):
+            if delivered.entry not in self._here():
+                log.warning("live.taken_before", entry=delivered.entry, newest=self._newest, trajectory=live.id)
+                self.dropped["taken before"] += 1
+                await self._queue.done([delivered.entry])
         elif live.group and live.group_size > 1:
             group = self._open.setdefault(live.group, _Open(time.monotonic()))
             group.members.append(delivered)

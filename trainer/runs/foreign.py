@@ -145,6 +145,11 @@ class ForeignMoves:
         own = version_id(self.settings.adapter, self.state.version)
         if not moved.latest:
             return f"somebody has deleted {self.settings.adapter}, of which this run serves {own}"
+        if moved.latest < self.state.version:
+            return (
+                f"the latest is {self._named(moved)}, though this run serves {own}: somebody has chosen it, or Redis "
+                "was set back to an earlier state"
+            )
         return f"somebody has made {self._named(moved)} the latest, this run serves {own}"
 
     def _named(self, moved: Moved) -> str:

@@ -31,6 +31,7 @@ from trainer.rollouts.groups import IndexedSource, Lag, RolloutGroup
 from trainer.rollouts.live import LiveCollector
 from trainer.rollouts.pacing import Pace, StaleWatch
 from trainer.rollouts.task_places import Places, places_of
+from trainer.rollouts.teaching import Teaching
 from trainer.runs.parts import Parts
 from trainer.settings import TrainSettings
 from trainer.state import RunState
@@ -173,7 +174,7 @@ class Inbox:
             state.cursor, state.pending, state.consumed = self._own.cursor, self._own.pending(), self._own.consumed
             state.curriculum = self._own.curriculum_books()
         if self._live is not None:
-            state.taken = list(self._live.taken)
+            state.taken, state.live = list(self._live.taken), self._live.books
 
     async def saved(self) -> None:
         """A checkpoint with these books is on disk."""
@@ -262,7 +263,7 @@ def open_inbox(
         if parts.ring.live is None:
             raise SetupError(f"source {settings.source!r} needs a ring with live traffic")
         per_step, max_lag, deadline_s = settings.live_trajectories, settings.live_max_lag, settings.group_deadline_s
-        live = LiveCollector(parts.ring.live, per_step, max_lag, deadline_s, books.taken, live_watch)
+        live = LiveCollector(parts.ring.live, per_step, max_lag, deadline_s, books.taken, live_watch, books.live)
     return Inbox(own, live, parts.ring.mailbox, moved, (own_watch, live_watch))
 
 
@@ -277,8 +278,10 @@ def _prompts(
 ) -> Collector:
     run, sampling = f"{books.run}-{start}", settings.sampling()
     options = EpisodeOptions(run, settings.group_size, sampling, settings.max_turns, settings.seed)
+    scorer, teacher = parts.ring.scorer, settings.teacher
+    teaching = None if scorer is None else Teaching(scorer, parts.conversation, teacher)
     return Collector(
-        Episodes(parts.ring.source, parts.environment, parts.conversation, options, curriculum),
+        Episodes(parts.ring.source, parts.environment, parts.conversation, options, curriculum, teaching),
         Pace(settings.prompts_per_step, settings.max_lag, settings.group_deadline_s),
         sampled_from,
         cursor=books.cursor,

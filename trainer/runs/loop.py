@@ -54,7 +54,7 @@ from trainer.runs.posted import LogprobCheck
 from trainer.runs.run import Run
 from trainer.runs.served import Serving
 from trainer.settings import TrainSettings
-from trainer.state import RunState
+from trainer.state import LiveBooks, RunState
 from trainer.versions.checkpoint import Checkpoint, differences
 from trainer.versions.publish import Publisher
 from trainer.versions.run_folder import check_home, learns_from, warn_of_changes
@@ -216,6 +216,8 @@ class TrainLoop(Run[PolicyLearner]):
             if not resumed:
                 await self.learner.call(PolicyLearner.load, start)
                 await keep_start(settings.start_from, start, self.state, self._publisher)
+        if self.state.ring != self._ring.id:  # another queue of live traffic
+            self.state.live = LiveBooks()
         self.state.ring, self.state.base_sha256 = self._ring.id, self._ring.base_sha256
         self.state.mode, self.state.learns_from = settings.mode, learns_from(settings)
         first_step = self.state.train_step

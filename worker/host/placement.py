@@ -21,6 +21,7 @@ from shared.catalogue import CatalogueEntry, HeldModel, HostStatus, ModelDemand,
 LOADING = ("downloading", "loading")
 BYTES_PER_S = 1e9  # of a load that nobody has measured: a slow disk
 LEAST_LOAD_S = 2.0  # of any load: a process starts
+PASSING_MS = 1000  # a host looks at least once in this time
 IN_USE_S = 5.0  # since its last use, in which one of several copies counts as busy: heartbeats are a second old
 IDLE, BATCH, INTERACTIVE = 1, 2, 3  # how busy a model is
 SOON_S = 60.0  # the loss by an eviction is the chance that the model is asked for within this time, times its load
@@ -28,7 +29,7 @@ SOON_S = 60.0  # the loss by an eviction is the chance that the model is asked f
 
 @dataclass(frozen=True)
 class PlacementRules:
-    """What an operator may set, the same on all hosts except `idle_s`."""
+    """Settings of an operator, the same on all hosts except `idle_s`."""
 
     batch_turn_s: float = 120.0  # after so long any waiting model is overdue: busy models give way to it
     hold: float = 3.0  # a busy model stays for so many times the longer of its load and of its successor's
@@ -40,7 +41,10 @@ class PlacementRules:
 
 @dataclass(frozen=True)
 class Load:
-    """Load `model` once `evict` are drained; nothing of it without the lease."""
+    """Load `model` once `evict` are drained; nothing of it without the lease.
+
+    Some of `evict` may be on their way out already; the load needs their memory.
+    """
 
     model: str
     evict: tuple[str, ...]
@@ -49,7 +53,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Unload:
-    """Drain `model`, since `why`."""
+    """Drain `model` and end its worker."""
 
     model: str
     why: str
@@ -62,6 +66,7 @@ class Placing:
     host: str
     evict: tuple[str, ...]
     level: int  # the busiest of what it evicts: 0 nothing, IDLE, BATCH, INTERACTIVE
+    memory: int  # of the host, where memory is short: a small model leaves the large machines to large ones
     cost_s: float  # expected seconds of loading, of this model and again of what it evicts
 
 
@@ -86,7 +91,7 @@ class Want:
 
 @dataclass
 class _Host:
-    """What a host would hold and have free, with the plan so far."""
+    """A host's memory and models if the plan so far is carried out."""
 
     status: HostStatus
     free: int
@@ -109,6 +114,17 @@ class _Planner:
     def __init__(self, models: RingModels, demand: Mapping[str, ModelDemand], rules: PlacementRules) -> None:
         self._models, self._demand, self._rules = models, demand, rules
         self._now = models.now_ms
+        self._measured: dict[str, float] = {}  # model -> s of its slowest known load
+        self._left: dict[str, int] = {}  # model -> Unix ms at which the last host let it go
+        for host in models.hosts:
+            for model, past in host.past.items():
+                self._measured[model] = max(past.load_s, self._measured.get(model, 0.0))
+                if past.left_ms:
+                    left = self._now - _age_ms(host, past.left_ms)
+                    self._left[model] = max(left, self._left.get(model, 0))
+        self._is_short = sum(each.size_bytes for each in models.entries.values() if each.ranks == 1) > sum(
+            host.memory_bytes for host in models.hosts
+        )
         self._hosts = {host.id: self._room(host) for host in models.hosts}
         self._ready: dict[str, list[str]] = {}  # model -> hosts
         self._under_way: set[str] = set()
@@ -128,13 +144,11 @@ class _Planner:
     # -- facts
 
     def _room(self, host: HostStatus) -> _Host:
-        """A host's room, with that of what is on its way out."""
-        leaving = [held for held in host.held if held.state == "unloading"]
-        counted = sum(held.state not in ("unloading", "failed") for held in host.held)
+        counted = sum(held.state != "failed" for held in host.held)
         loading = [self._load_s(held.name, host) * (1 - held.progress) for held in host.held if held.state in LOADING]
         return _Host(
             host,
-            free=host.free_bytes + sum(held.need_bytes for held in leaving),
+            free=host.free_bytes,
             slots=(host.most_models or 1 << 20) - counted,
             loading_s=sum(loading),
         )
@@ -147,25 +161,18 @@ class _Planner:
         """Seconds that a load takes: as measured here, else as measured elsewhere, else by its size."""
         if (past := host.past.get(model)) is not None and past.load_s > 0:
             return past.load_s
-        measured = max((each.past[model].load_s for each in self._models.hosts if model in each.past), default=0.0)
+        measured = self._measured.get(model, 0.0)
         entry = self._models.entries.get(model)
         return max(LEAST_LOAD_S, measured or (entry.size_bytes / BYTES_PER_S if entry else 0.0))
 
-    def _left_ms(self, model: str) -> int:
-        """When the last host let it go; 0 where none is known to have held it."""
-        return max((host.past[model].left_ms for host in self._models.hosts if model in host.past), default=0)
-
-    def _busy(self, held: HeldModel) -> int:
+    def _busy(self, host: HostStatus, held: HeldModel) -> int:
         """How busy a ready model is on a host."""
         asked = self._demand.get(held.name)
-        if asked is None or (len(self._ready.get(held.name, ())) > 1 and self._idle_s(held) > IN_USE_S):
+        if asked is None or (len(self._ready.get(held.name, ())) > 1 and _idle_s(host, held) > IN_USE_S):
             return IDLE
         if asked.waits("interactive") or asked.running.get("interactive", 0):
             return INTERACTIVE
         return BATCH if asked.waits("batch") or asked.running.get("batch", 0) else IDLE
-
-    def _idle_s(self, held: HeldModel) -> float:
-        return (self._now - max(held.used_ms, held.since_ms)) / 1000
 
     # -- what is wanted
 
@@ -192,11 +199,11 @@ class _Planner:
         elif asked is not None and any(asked.waiting.values()):
             yield self._waiting(entry, asked)
         elif entry.pinned:
-            yield Want(entry.name, "pinned", self._left_ms(entry.name), overdue=True, due=True)
+            yield Want(entry.name, "pinned", self._left.get(entry.name, 0), overdue=True, due=True)
 
     def _waiting(self, entry: CatalogueEntry, asked: ModelDemand) -> Want:
         """The want of a model that no host has, by what waits for it."""
-        left = self._left_ms(entry.name)
+        left = self._left.get(entry.name, 0)
         since = {
             kind: max(self._now - asked.oldest_ms.get(kind, 0), left) for kind in asked.waiting if asked.waits(kind)
         }
@@ -213,9 +220,9 @@ class _Planner:
         if self._rules.most_copies and len(holders) >= self._rules.most_copies:
             return
         load_s = self._load_s(entry.name, self._hosts[holders[0]].status)
-        ready_ms = max(held.since_ms for _, held in self._models.holding(entry.name))
+        ready_ms = min(_age_ms(host, held.since_ms) for host, held in self._models.holding(entry.name))
         waited_ms = max((asked.oldest_ms.get(kind, 0) for kind in asked.waiting if asked.waits(kind)), default=0)
-        waited_ms = min(waited_ms, self._now - ready_ms)  # the newest copy has had as long to shorten the queue
+        waited_ms = min(waited_ms, ready_ms)  # the newest copy has had as long to shorten the queue
         if waited_ms >= 1000 * load_s:
             why = f"a copy, since sequences wait {waited_ms / 1000:.0f} s"
             yield Want(entry.name, why, self._now - waited_ms, overdue=False, due=False, priority=entry.priority)
@@ -223,7 +230,7 @@ class _Planner:
     # -- where
 
     def part_of(self, me: str) -> list[Load | Unload]:
-        """What one host does: its part of the plan, and what it does for itself."""
+        """The part of one host: first what it unloads for itself, then its loads in the order of their urgency."""
         mine = self._hosts.get(me)
         if mine is None or mine.status.draining:
             return []
@@ -234,28 +241,40 @@ class _Planner:
             if not ways:
                 self._keep_room(want)
                 continue
-            waited_s = (self._now - max(want.since_ms, self._left_ms(want.model))) / 1000
-            late = int(waited_s / self._rules.patience_s) if want.due else 0
-            for way in ways[: 1 + late]:
-                if way.host == me:
-                    loads.append(Load(want.model, way.evict, want.why))
-            self._take(want, ways[0])
+            first, *others = ways[: 1 + self._passed_over(want)]
+            mine_now = next((way for way in (first, *others) if way.host == me), None)
+            if mine_now is not None:
+                loads.append(Load(want.model, mine_now.evict, want.why))
+            self._take(want, first)
+            if mine_now in others:
+                self._take(want, mine_now)
         return unloads + loads
+
+    def _passed_over(self, want: Want) -> int:
+        """How many hosts may be passed over, since they have not loaded it: in one second of each `patience_s`, since
+        what has just become possible is the best host's."""
+        patience_ms = round(1000 * min(self._rules.patience_s, 1e9))
+        if not want.due or self._now % patience_ms >= PASSING_MS:
+            return 0
+        return (self._now - want.since_ms) // patience_ms
 
     def ways(self, want: Want) -> list[Placing]:
         """Every host that could load it now, the best first."""
-        hosts = [self._hosts[want.host]] if want.host else list(self._hosts.values())
-        found = [way for host in hosts if (way := self._way(want, host)) is not None]
-        return sorted(found, key=lambda way: (way.level, way.cost_s, way.host))
+        found = [way for host in self._hosts.values() if (way := self._way(want, host)) is not None]
+        return sorted(found, key=lambda way: (way.level, way.memory, way.cost_s, way.host))
+
+    def _may_load(self, want: Want, host: _Host) -> bool:
+        """True if a host could load it, given the memory."""
+        status, held = host.status, host.status.holds(want.model)
+        if status.draining or host.closed or want.model not in status.offers or want.host not in ("", status.id):
+            return False
+        return held is None or (held.state == "failed" and _age_ms(status, held.since_ms) > 1000 * self._rules.retry_s)
 
     def _way(self, want: Want, host: _Host) -> Placing | None:
         """How a host would load it now; None where it cannot."""
+        if not self._may_load(want, host):
+            return None
         status = host.status
-        held = status.holds(want.model)
-        if status.draining or host.closed or want.model not in status.offers:
-            return None
-        if held is not None and not (held.state == "failed" and self._now - held.since_ms > 1000 * self._rules.retry_s):
-            return None
         need = self._need(want.model, status)
         victims = self._victims(want, host)
         evict: list[tuple[int, float, HeldModel]] = []
@@ -273,30 +292,35 @@ class _Planner:
                 free, slots = free - victim[2].need_bytes, slots - 1
         level = max((victim[0] for victim in evict), default=0)
         cost_s = self._load_s(want.model, status) + host.loading_s + sum(victim[1] for victim in evict)
-        return Placing(status.id, tuple(victim[2].name for victim in evict), level, cost_s)
+        memory = status.memory_bytes if self._is_short else 0
+        return Placing(status.id, tuple(victim[2].name for victim in evict), level, memory, cost_s)
 
     def _victims(self, want: Want, host: _Host) -> list[tuple[int, float, HeldModel]]:
-        """What may be evicted for it, with how busy it is and the expected loss in seconds, the least first."""
+        """Models that may be evicted, each with how busy it is and the expected loss in seconds, the least first."""
         found = []
         for held in host.status.held:
-            if held.state != "ready" or held.name in host.gone or self._stays(host.status, held):
+            if held.name in host.gone:
                 continue
-            busy = self._busy(held)
+            if held.state == "unloading":  # it waits for the end of a drain
+                found.append((0, 0.0, held))
+            if held.state != "ready" or self._stays(host.status, held):
+                continue
+            busy = self._busy(host.status, held)
             if self._may_evict(want, host.status, held, busy):
                 found.append((busy, self._loss_s(host.status, held), held))
         return sorted(found, key=lambda victim: (victim[0], victim[1], victim[2].name))
 
     def _stays(self, host: HostStatus, held: HeldModel) -> bool:
-        """Whether it is pinned here; of several hosts that hold it, the first by id is the one that keeps it."""
+        """True for a pinned model, on the first by id of the hosts that hold it."""
         entry = self._models.entries.get(held.name)
         return entry is not None and entry.pinned and host.id <= min(self._ready.get(held.name, (host.id,)))
 
     def _may_evict(self, want: Want, host: HostStatus, held: HeldModel, busy: int) -> bool:
         load_s = self._load_s(held.name, host)
         if busy == IDLE:
-            return want.due or self._idle_s(held) > self._rules.hold * load_s
+            return want.due or _idle_s(host, held) > self._rules.hold * load_s
         hold_s = self._rules.hold * max(load_s, self._load_s(want.model, host))
-        if not want.due or self._now - held.since_ms < 1000 * hold_s:
+        if not want.due or _age_ms(host, held.since_ms) < 1000 * hold_s:
             return False
         entry = self._models.entries.get(held.name)
         return want.overdue or busy == BATCH or entry is None or entry.priority <= want.priority
@@ -305,7 +329,7 @@ class _Planner:
         """Expected cost of an eviction: idle for t, it is asked for within SOON_S with chance SOON_S / (SOON_S + t)."""
         if len(self._ready.get(held.name, ())) > 1:
             return 0.0
-        return self._load_s(held.name, host) * SOON_S / (SOON_S + self._idle_s(held))
+        return self._load_s(held.name, host) * SOON_S / (SOON_S + _idle_s(host, held))
 
     def _take(self, want: Want, way: Placing) -> None:
         """Count a load as done, for what is planned after it."""
@@ -315,30 +339,29 @@ class _Planner:
             host.free += by_name[name].need_bytes
             host.slots += 1
             host.gone.add(name)
-            self._ready[name] = [each for each in self._ready[name] if each != way.host]
+            self._ready[name] = [each for each in self._ready.get(name, ()) if each != way.host]
         host.free -= self._need(want.model, host.status)
         host.slots -= 1
         host.loading_s += self._load_s(want.model, host.status)
 
     def _keep_room(self, want: Want) -> None:
-        """Close the host that has room for an overdue model soonest to all others, since small ones would fill it."""
-        if want.overdue:
+        """Close the host that can have room for it soonest to all others, which would fill it with small models."""
+        if want.overdue and self._now - want.since_ms >= 2000 * self._rules.batch_turn_s:
             soonest = [(at, host.status.id) for host in self._hosts.values() if (at := self._free_at(want, host))]
             if soonest:
                 self._hosts[min(soonest)[1]].closed = True
 
     def _free_at(self, want: Want, host: _Host) -> int:
         """Unix ms at which a host can make room by unloading what has had its turn; 0: it never can."""
-        status = host.status
-        held = status.holds(want.model)
-        elsewhere = want.host and want.host != status.id
-        if elsewhere or status.draining or host.closed or want.model not in status.offers or held is not None:
+        if not self._may_load(want, host):
             return 0
-        turns = []
+        status, turns = host.status, []
         for each in status.held:
-            if each.state in ("ready", *LOADING) and each.name not in host.gone and not self._stays(status, each):
+            if each.state == "unloading" and each.name not in host.gone:
+                turns.append((self._now, each.need_bytes))
+            elif each.state in ("ready", *LOADING) and each.name not in host.gone and not self._stays(status, each):
                 hold_s = self._rules.hold * max(self._load_s(each.name, status), self._load_s(want.model, status))
-                began = each.since_ms if each.state == "ready" else self._now
+                began = self._now - (_age_ms(status, each.since_ms) if each.state == "ready" else 0)
                 turns.append((began + round(1000 * hold_s), each.need_bytes))
         need, free, slots, at = self._need(want.model, status), host.free, host.slots, self._now
         for end, bytes_ in sorted(turns):
@@ -368,6 +391,15 @@ class _Planner:
         ):
             return "as ordered"
         idle_s = entry.idle_s or self._rules.idle_s
-        if idle_s and not self._stays(host, held) and self._busy(held) == IDLE and self._idle_s(held) >= idle_s:
-            return f"idle for {self._idle_s(held):.0f} s"
+        if idle_s and not self._stays(host, held) and self._busy(host, held) == IDLE and _idle_s(host, held) >= idle_s:
+            return f"idle for {_idle_s(host, held):.0f} s"
         return ""
+
+
+def _age_ms(host: HostStatus, at_ms: int) -> int:
+    """Time since a stamp of a host, by that host's own clock, since machines' clocks differ: up to its heartbeat."""
+    return max(0, host.heartbeat_ms - at_ms)
+
+
+def _idle_s(host: HostStatus, held: HeldModel) -> float:
+    return _age_ms(host, max(held.used_ms, held.since_ms)) / 1000

@@ -28,7 +28,6 @@ from shared.process.worker_settings import LINGER_S, WorkerSettings
 from shared.redis.connection.client import connect
 from shared.redis.processes.catalogue import CatalogueStore
 from shared.redis.processes.worker_registry import WorkerRegistry
-from worker.downloads import ModelDownload, whole_size
 from worker.host.describe import Described
 from worker.host.memory import limit_of, machine_room
 from worker.host.placement import Load, PlacementRules, Unload, decide
@@ -38,7 +37,6 @@ log = structlog.get_logger()
 
 LOOK_S = 0.2  # between two looks at the demand: a request for a cold model waits for half of it
 BEAT_S = 1.0
-DOWNLOAD_LOOK_S = 1.0
 REGISTER_EVERY_S = 3600.0  # cards and tokenizers, which Redis keeps for a week
 STEADY_S = 60.0  # a worker that ends of itself sooner than that after it was ready is not started again at once
 PATIENCE_S = 10.0  # beyond a worker's grace, until it is killed
@@ -59,11 +57,16 @@ class Held:
     worker: str = ""  # id
     child: WorkerChild | None = None
     steps: int = -1  # of the engine, at the last look
+    is_lost: bool = False  # another host has the lease of its load
     task: "asyncio.Task[None] | None" = None  # its life
 
     def become(self, state: HeldState, why: str = "") -> None:
         """Begin another state."""
         self.state, self.since_ms, self.progress, self.why = state, now_ms(), 0.0, why
+
+    def advance(self, progress: float) -> None:
+        """Note how far its download or load is; the next heartbeat says so."""
+        self.progress = progress
 
     @property
     def status(self) -> HeldModel:
@@ -89,7 +92,7 @@ class HostProcess:
         self._machine = socket.gethostname().split(".")[0]
         self.id = settings.worker_id or f"{self._machine}-{uuid.uuid4().hex[:6]}"
         self._rules = PlacementRules(batch_turn_s=settings.batch_turn_s, idle_s=settings.model_idle_s)
-        self._given = [_entry_of(source) for source in (settings.model, *settings.models)]
+        self._given = [_entry_of(source) for source in settings.given_models]
         self._held: dict[str, Held] = {}
         self._described: dict[str, tuple[CatalogueEntry, Described | str]] = {}  # by name, or why not
         self._past: dict[str, PastModel] = {}
@@ -147,9 +150,10 @@ class HostProcess:
         for entry in self._given:
             await self._offer(entry)
         await self._beat()
-        first, models = self._given[0].name, await self._store.read()
-        if not models.holding(first) and not any(order.model == first for order in models.orders):
-            await self._store.order("load", first)  # as a worker of one model has it from the start
+        models = await self._store.read()
+        for first in self._given[:1]:  # as a worker of one model has it from the start
+            if not models.holding(first.name) and not any(order.model == first.name for order in models.orders):
+                await self._store.order("load", first.name)
 
     async def _offer(self, entry: CatalogueEntry) -> None:
         """Write a model that this host has, with what was found in its files, and its card and tokenizer."""
@@ -323,6 +327,9 @@ class HostProcess:
         if why:
             if held.child is not None:
                 await held.child.kill()
+            if held.is_lost:
+                self._held.pop(held.name, None)
+                return
             log.error("host.cannot_load", model=held.name, reason=why)
             held.become("failed", why)
             await self._end_load(held)
@@ -360,6 +367,7 @@ class HostProcess:
                 return why
             needs, began = {**needs, held.name: held.need_bytes}, time.monotonic()
         held.worker = f"{self.id}-{short_name(held.name)}-{uuid.uuid4().hex[:4]}"
+        await self._measure_room()
         limit = limit_of(held.name, needs, self._room_bytes, self._settings.max_loaded_models)
         settings = self._settings_of(entry) | {
             "PARALLM_WORKER_ID": held.worker,
@@ -369,25 +377,17 @@ class HostProcess:
             held.child = await WorkerChild.start(settings)
         else:
             await held.child.serve(settings)
-        if self._draining:
-            return "its host ends"
-
-        def progress(part: float) -> None:
-            held.progress = part
-            self._changed.set()
-
-        why = await held.child.started(progress)
+        if self._draining or held.is_lost:
+            return "its host ends" if self._draining else "another host loads it"
+        why = await held.child.started(held.advance)
         held.load_s = time.monotonic() - began
         return why
 
     async def _fetch(self, held: Held, entry: CatalogueEntry, spare: WorkerChild) -> str:
         """Get a model from the hub and look at it; why that cannot be."""
         held.become("downloading")
-        reporting = asyncio.create_task(self._report_download(held, entry.source))
-        try:
-            answer = await spare.describe(self._settings_of(entry))
-        finally:
-            await cancel([reporting])
+        self._changed.set()
+        answer = await spare.describe(self._settings_of(entry), held.advance)
         held.become("loading")
         if answer.described is None:
             return answer.why
@@ -401,15 +401,6 @@ class HostProcess:
                 f"{max(0, self._room_bytes - taken + held.need_bytes) / 1e9:.1f} GB are free"
             )
         return ""
-
-    async def _report_download(self, held: Held, source: str) -> None:
-        download, whole = ModelDownload(source), await asyncio.to_thread(whole_size, source)
-        while True:
-            here = await asyncio.to_thread(download.progress)
-            if here is not None and whole:
-                held.progress = here / whole
-                self._changed.set()
-            await asyncio.sleep(DOWNLOAD_LOOK_S)
 
     async def _end_load(self, held: Held) -> None:
         """Give the lease back, after a heartbeat that shows what has become of the load."""
@@ -467,20 +458,25 @@ class HostProcess:
     async def _beat(self) -> None:
         async with self._telling:
             models = await self._store.read()
-            pids = [held.child.pid for held in self._held.values() if held.child is not None and held.child.runs]
-            device = next((known.device for name in self._described if (known := self._known(name))), None)
-            if device is not None:
-                limit = self._settings.memory_limit_bytes
-                self._room_bytes = await asyncio.to_thread(machine_room, device, limit, pids)
+            await self._measure_room()
             beat = await self._store.beat(self._status(models))
             if not beat.has_catalogue:
                 for entry, _ in list(self._described.values()):
                     await self._offer(entry)
         for name in beat.lost:
             held = self._held.get(name)
-            if held is not None and held.state == "loading" and held.child is not None:
+            if held is not None and held.state in ("loading", "downloading"):
                 log.warning("host.lease_lost", model=name)
-                await held.child.kill()
+                held.is_lost = True
+                if held.child is not None:
+                    await held.child.kill()
+
+    async def _measure_room(self) -> None:
+        pids = [held.child.pid for held in self._held.values() if held.child is not None and held.child.runs]
+        device = next((known.device for name in self._described if (known := self._known(name))), None)
+        if device is not None:
+            limit = self._settings.memory_limit_bytes
+            self._room_bytes = await asyncio.to_thread(machine_room, device, limit, pids)
 
     def _status(self, models: RingModels) -> HostStatus:
         taken = sum(held.need_bytes for held in self._held.values() if held.state != "failed")

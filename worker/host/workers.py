@@ -68,11 +68,17 @@ class WorkerChild:
     def runs(self) -> bool:
         return self._process.returncode is None
 
-    async def describe(self, settings: Mapping[str, str]) -> Answer:
-        """Have a spare look at a model; one of the hub is fetched first."""
+    async def describe(
+        self, settings: Mapping[str, str], on_progress: Callable[[float], None] = lambda progress: None
+    ) -> Answer:
+        """Have a spare look at a model; one of the hub is fetched first, which has its progress."""
         await self._order("describe", settings)
-        line = await self._line()
-        return msgspec.json.decode(line, type=Answer) if line else Answer(why=await self._end())
+        while line := await self._line():
+            answer = msgspec.json.decode(line, type=Answer)
+            if answer.described or answer.why:
+                return answer
+            on_progress(answer.progress)
+        return Answer(why=await self._end())
 
     async def serve(self, settings: Mapping[str, str]) -> None:
         """Make a spare the worker of a model."""

@@ -80,6 +80,7 @@ def finished_trajectory(
         drawn=None if scoring else drawing_of(drawn_with),
         images=prompt.images,
         image_token=prompt.image_token,
+        routes=result.routes,
     )
 
 

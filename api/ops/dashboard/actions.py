@@ -16,6 +16,8 @@ from api.ops.dashboard.session import may_act
 from api.ring.ring import Ring, ring_of
 from shared.errors import ConflictError
 from shared.redis.kept.answer_store import Verdict, answers_of
+from shared.redis.kept.episode_store import episodes_of
+from shared.signals import Signal
 
 router = APIRouter(prefix="/dashboard", route_class=DashboardRoute, dependencies=[Depends(may_act)])
 TheRing = Annotated[Ring, Depends(ring_of)]
@@ -78,6 +80,10 @@ async def judge_answer(
         raise ConflictError("this server stores no answers for feedback (--feedback-ttl-days)")
     if not await ring.answers.judge(answers_of(tenant), {name: verdict}):
         raise ConflictError("this answer has another verdict, or is not there any more")
+    answer = await ring.answers.find(answers_of(tenant), name)
+    if answer is not None and answer.session:
+        signal = Signal("verdict", verdict.reward)
+        await ring.episodes.signal(episodes_of(tenant), answer.session, name, signal)
     said = f"counted as {'good' if rating == 'up' else 'bad'}"
     return _done(request, said, "/dashboard/feedback", instead_of=f"answer-{row}" if row else "")
 

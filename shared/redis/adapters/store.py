@@ -1,7 +1,8 @@
 """Adapter versions in Redis: publish, read, flip, pin, delete.
 
 Invariants.
-- A version is immutable, and its number is given out once, even across deletion of the whole adapter.
+- A version is immutable, and its number is given out once, even across deletion of the whole adapter. A version's
+  number is above its parent's, though the counter was set back with the rest of Redis.
 - Bytes first, then manifest and `latest` in one step (adapter_publish.lua): what is torn is invisible, and gone after
   ADAPTER_UPLOAD_TTL_S.
 - `latest` moves forward only, but for `rollback`; every move is in the log.
@@ -39,6 +40,7 @@ from shared.redis.chunks import CHUNK_BYTES, Chunks
 from shared.redis.connection.client import Script, ask, ask_all
 
 ACK_AGE_MS = keys.DAY_S * 1000
+MOST_SKIPPED = 1_000_000  # numbers, for a parent that a client names
 LOG_LENGTH = 2000  # entries that are looked at; the log holds about 1,000
 
 _publish = Script("adapter_publish")
@@ -90,7 +92,7 @@ class AdapterStore(AdapterCatalog):
         tenant = await self.next_owner(name)
         manifest = AdapterManifest(
             name=name,
-            version=await self._reserve(name),
+            version=await self._reserve(name, parent or 0),
             kind=adapter.kind,
             rank=adapter.rank,
             scale=adapter.scale,
@@ -137,12 +139,15 @@ class AdapterStore(AdapterCatalog):
         if not asker.owns(owner):
             raise _for_all(name)
 
-    async def _reserve(self, name: str) -> int:
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.incr(keys.adapter_counter(name))
-            pipe.expire(keys.adapter_counter(name), keys.ADAPTER_COUNTER_TTL_S)
-            version, _ = await pipe.execute()
-        return int(version)
+    async def _reserve(self, name: str, above: int) -> int:
+        version, more = 0, 1
+        while more:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.incrby(keys.adapter_counter(name), more)
+                pipe.expire(keys.adapter_counter(name), keys.ADAPTER_COUNTER_TTL_S)
+                version = int((await pipe.execute())[0])
+            more = max(0, above + 1 - version) if above - version < MOST_SKIPPED else 0
+        return version
 
     async def _commit(self, manifest: AdapterManifest, path: Path, flip: bool, if_latest: int | None) -> None:
         name, version = manifest.name, manifest.version

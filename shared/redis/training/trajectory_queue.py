@@ -66,9 +66,10 @@ class TrajectoryQueue(Stream[Delivered]):
 
 def is_not_after(entry: str, other: str) -> bool:
     """True if `entry` came before `other`, or is it; "" came before all."""
-    return _order(entry) <= _order(other)
+    return order_of(entry) <= order_of(other)
 
 
-def _order(entry: str) -> tuple[int, int]:
+def order_of(entry: str) -> tuple[int, int]:
+    """Sort key of entry ids: the order in which they were added."""
     milliseconds, _, number = entry.partition("-")
     return int(milliseconds or 0), int(number or 0)

@@ -129,7 +129,8 @@ class Row:
     def is_plain(self) -> bool:
         """True if a draw depends only on logits, seed and position, and reports no more than its log-probability."""
         s = self.sampling
-        return self.is_unedited and not (s.top_logprobs or s.logprob_token_ids or s.logprobs_mode != "raw_logprobs")
+        reports = s.top_logprobs or s.logprob_token_ids or s.return_routed_experts
+        return self.is_unedited and not (reports or s.logprobs_mode != "raw_logprobs")
 
     @property
     def is_unedited(self) -> bool:
@@ -183,16 +184,21 @@ class Row:
         for token in tokens:
             draw, index = self.draws.popleft()
             tops = None if top is None else [draw.top_logprobs(index, top)]
+            routes = draw.routes(index) if self.sampling.return_routed_experts else None
             position, logprob, version = len(self.tokens), draw.logprob(index), draw.versions[index]
             finish, text = self.accept(token)
             last = events[-1] if len(events) > before else None
             if last is None or self.text is not None or last.version != version:  # those with text stay apart
-                events.append(TokenEvent(seq, attempt, position, [token], [logprob], tops, text, version))
+                events.append(
+                    TokenEvent(seq, attempt, position, [token], [logprob], tops, text, version, routes=routes)
+                )
             else:
                 last.tokens.append(token)
                 last.logprobs.append(logprob)
                 if last.top_logprobs is not None and tops is not None:
                     last.top_logprobs += tops
+                if last.routes is not None and routes is not None:
+                    last.routes += routes
             if finish is not None:
                 events[-1].finish, self.is_over = self._counted(finish), True
                 break

@@ -20,6 +20,7 @@ from mlx_model.kv.cuda import few_shapes
 from mlx_model.kv.layout import KvLayout
 from mlx_model.networks.network import Network
 from mlx_model.pooling import hidden_states
+from mlx_model.routing import NotedRoutes
 from mlx_model.step.decode_step import DecodeStep, decode_step_of
 from mlx_model.step.split_step import SplitStep
 from mlx_model.tuned import ModelTuning
@@ -60,6 +61,9 @@ class RowModel:
         self.versions: tuple[str, ...] = ()
         self.tokens_B1: mx.array | None = None
         self.logits_B1V: mx.array | None = None
+        self._routes: NotedRoutes | None = None  # of a model whose experts a row has asked for
+        self._notes_routes = False  # a row of this forward asks for them
+        self._routes_BW: mx.array | None = None  # of the latest one-token forward
 
     def new_kv(self) -> list[Any]:
         """Empty KV of one row, one cache per layer."""
@@ -92,8 +96,23 @@ class RowModel:
         """UnsupportedModelError for a sequence that needs hidden states, where the model shows none."""
         if spec.kind in ("embed", "head") and self._hidden is None:
             raise UnsupportedModelError("this model shows no hidden states: no embeddings, no heads", param="model")
+        if spec.sampling.return_routed_experts and self._routes is None:
+            self._routes = self._noted_routes()
         if spec.kind == "network" and self._ranks is not None:
             raise UnsupportedModelError("a worker of several ranks computes no networks", param="model")
+
+    def _noted_routes(self) -> NotedRoutes:
+        if self.stages > 1:
+            raise UnsupportedModelError(
+                "a worker whose ranks hold layers one after another tells no experts", param="return_routed_experts"
+            )
+        self.adapters.select(())  # a trial has rows of the base; each forward selects its own
+        return NotedRoutes(self.model)
+
+    def take_routes(self) -> mx.array | None:
+        """Experts [B, W] of the latest one-token forward, once; None where no row asks for them."""
+        routes_BW, self._routes_BW = self._routes_BW, None
+        return routes_BW
 
     @property
     def stages(self) -> int:
@@ -151,7 +170,7 @@ class RowModel:
         self._enter(cache[-1])
         # A prefill's logits are never computed, and must not be kept: they hold its whole graph.
         is_one_token = tokens_BL.shape[1] == 1
-        quick = self._quick(cache[:-1]) if is_one_token or draws else None
+        quick = self._quick(cache[:-1]) if (is_one_token or draws) and not self._notes_routes else None
         with nullcontext() if is_one_token else few_shapes.applied():
             if quick is not None:
                 forward = quick.adapted if any(self.versions) else quick
@@ -161,6 +180,10 @@ class RowModel:
                     logits_BLV = self.model(tokens_BL, cache=cache[:-1])
         self.tokens_B1 = tokens_BL if is_one_token else None
         self.logits_B1V = logits_BLV if is_one_token else None
+        self._routes_BW = None
+        if self._notes_routes and self._routes is not None:
+            self._routes_BW = self._routes.take(*tokens_BL.shape)[:, 0] if is_one_token else None
+            self._routes.drop()
         return logits_BLV
 
     def feed(self, ids_BL: list[list[int]], starts_B: Sequence[int], cache: list[Any]) -> mx.array:
@@ -187,6 +210,7 @@ class RowModel:
                 row.kv_versions.add(version)
         self.rows, self.versions = tag.rows, versions
         if are_others:
+            self._notes_routes = any(row.sampling.return_routed_experts for row in tag.rows)
             self._place()
 
     def _place(self) -> None:

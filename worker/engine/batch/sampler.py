@@ -70,6 +70,7 @@ class RowSampler:
             self._rows, self._plan = rows, (plan := self._planned(rows, logits_B1V.shape[-1]))
         self._model.logits_B1V = None
         drawn = plan.drawn(logits_B1V[:, -1, :], tokens_B1, self._model.versions, self._model.same)
+        drawn[1].routes_BW = self._model.take_routes()
         tokens_B, draw = _given_out(*drawn)
         for index, row in enumerate(rows):
             row.draws.append((draw, index))

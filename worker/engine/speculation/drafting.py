@@ -194,6 +194,8 @@ class Drafting:
         most, by_clock, now = self._config.most_rows, self._config.adapts_to_time, self._now
         if self._asks_at or not rows or (most and len(rows) > most):
             return False
+        if any(row.sampling.return_routed_experts for row in rows):  # which are noted of one-token forwards
+            return False
         if new := [row for row in rows if row not in self._rows]:
             self._silence.steps = 0
         if new or len(rows) != self._size_then:
