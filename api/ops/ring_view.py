@@ -9,6 +9,7 @@ from shared.jobs import JobStatus
 from shared.learners import ServiceCard
 from shared.redis.adapters.catalog import AdapterSummary
 from shared.redis.processes.worker_registry import WorkerStatus
+from shared.sequences import SequenceClass
 from shared.training import TrainerStatus
 
 
@@ -87,7 +88,7 @@ class ModelView(msgspec.Struct, frozen=True):
     pinned: bool
     size_bytes: int  # of its weights; 0: not known
     places: list[PlaceView]
-    waiting: dict[str, int]  # by class
+    waiting: dict[SequenceClass, int]
     running: int
     why: str  # no host can load it
 

@@ -121,7 +121,7 @@ async def _catalogue(ring: Ring, served: set[str]) -> list[ModelView]:
             places=[
                 PlaceView(host.host, held.state, held.progress, held.need_bytes) for host, held in models.holding(name)
             ],
-            waiting=dict(demand[name].waiting),
+            waiting=demand[name].waiting,
             running=sum(demand[name].running.values()),
             why="" if why_not is None else why_not.reason,
         )
