@@ -19,6 +19,13 @@ BIG = CatalogueEntry("big", "models/big", aliases=("large", "org/big"), pinned=T
 ENTRY = CatalogueEntry(MODEL, "models/m")
 
 
+@pytest.fixture(autouse=True)
+def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats and leases outlive a test on a busy machine."""
+    monkeypatch.setattr(keys, "HOST_TTL_S", 3600)
+    monkeypatch.setattr(keys, "LOAD_LEASE_MS", 3_600_000)
+
+
 @pytest.fixture
 def store(redis: Redis) -> CatalogueStore:
     return CatalogueStore(redis)
