@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from pydantic import ValidationError
 
 from api.anthropic.body import MessagesRequest, PromptedFields
-from api.anthropic.turns import places_of_images
+from api.anthropic.turns import ToolResultBlock, places_of_images, without_images_of_tools
 from api.callers.fair_pool import aside
 from api.generation.choice import RequestPlan
 from api.generation.named_images import Keep, read_images
@@ -23,6 +24,8 @@ from shared.text.codec import TextCodec
 from shared.text.languages.grammars import can_bound
 from shared.text.languages.language import language_of
 
+B = TypeVar("B", bound=PromptedFields)
+
 NAMES = {  # of a chat's fields -> ours
     "prompt": "messages",
     "continue_final_message": "messages",
@@ -31,6 +34,16 @@ NAMES = {  # of a chat's fields -> ours
     "parallel_tool_calls": "tool_choice",
     "stop": "stop_sequences",
 }
+
+
+def seen_by(body: B, card: ModelCard) -> tuple[B, list[str]]:
+    """A request as a model sees it, and what of it the model does not see, for the answer's header."""
+    if card.vision is not None or not any(
+        isinstance(block, ToolResultBlock) and block.has_images for turn in body.messages for block in turn.content
+    ):
+        return body, []
+    seen = body.model_copy(update={"messages": without_images_of_tools(body.messages)})
+    return seen, ["messages.tool_result.image"]
 
 
 async def chat_of(body: PromptedFields, codec: TextCodec, *, long: bool) -> ChatCompletionRequest:

@@ -123,6 +123,19 @@ class ToolResultBlock(HistoryModel):
     content: Annotated[list[ResultPart], BeforeValidator(_parts), _ONE_OR_MANY] | None = None
     is_error: bool | None = None
 
+    @property
+    def has_images(self) -> bool:
+        """True if the tool has brought an image."""
+        return any(isinstance(part, ImageBlock) for part in self.content or ())
+
+    def in_words(self) -> "ToolResultBlock":
+        """The same for a model that sees no images: a client's tool may bring one to any model."""
+        content = [_UNSEEN if isinstance(part, ImageBlock) else part for part in self.content or ()]
+        return self.model_copy(update={"content": content})
+
+
+_UNSEEN = TextBlock(type="text", text="[an image, which you cannot see]")
+
 
 Block = Annotated[
     Annotated[
@@ -151,6 +164,17 @@ class MessageTurn(HistoryModel):
             if isinstance(block, ImageBlock):
                 raise complaint(f"content[{number}]", "only a message of role 'user' has images")
         return self
+
+
+def without_images_of_tools(turns: Sequence[MessageTurn]) -> list[MessageTurn]:
+    """The turns for a model that sees no images: words stand for those of tool results."""
+    said = []
+    for turn in turns:
+        if any(isinstance(block, ToolResultBlock) and block.has_images for block in turn.content):
+            content = [block.in_words() if isinstance(block, ToolResultBlock) else block for block in turn.content]
+            turn = turn.model_copy(update={"content": content})
+        said.append(turn)
+    return said
 
 
 def check_last(turns: Sequence[MessageTurn]) -> None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from api.anthropic.body import MessagesRequest
 from api.anthropic.message import SHOWN_FIELDS, MessageWriter
-from api.anthropic.planning import chat_of, plan_message
+from api.anthropic.planning import chat_of, plan_message, seen_by
 from api.batches.shapes import MESSAGES, LineShape, shape_of
 from api.callers.fair_pool import aside
 from api.generation.choice import RequestPlan, stored_plan
@@ -207,6 +207,7 @@ async def _plan_response(ring: Ring, line: BatchLine, target: Target, keep: Keep
 async def _plan_message(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(MessagesRequest, line)
     _check_whole(streamed=bool(body.stream))
+    body, _ = seen_by(body, target.served.card)
     chat = await chat_of(body, target.served.codec, long=line.size > LONG_BYTES)
     planned = await plan_message(ring, body, chat, target, keep)
     asked = body.model_dump(mode="json", by_alias=True, exclude_none=True, include=SHOWN_FIELDS)

@@ -235,6 +235,23 @@ async def test_an_image_that_a_tool_brings_to_a_model_that_sees_none_is_named(
     assert refused.status_code == 400, "what the user shows is asked about"
 
 
+async def test_an_image_in_a_tool_s_result_is_named_in_messages_too(server: Api, worker: ScriptedWorker) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0K"}}
+    turns = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "Read", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [image]}]},
+    ]
+    body = {"model": MODEL, "max_tokens": 8, "messages": turns}
+    answer = await server.post("/v1/messages", body)
+    assert answer.status_code == 200 and answer.headers[UNUSED_HEADER] == "messages.tool_result.image"
+    assert "[an image, which you cannot see]" in prompt(worker)
+    counted = await server.post("/v1/messages/count_tokens", {"model": MODEL, "messages": turns})
+    assert counted.json()["input_tokens"] == answer.json()["usage"]["input_tokens"]
+    refused = await server.post("/v1/messages", {**body, "messages": [{"role": "user", "content": [image]}]})
+    assert refused.status_code == 400, "what the user shows is asked about"
+
+
 async def test_references_stand_for_items_that_are_stored(client: AsyncOpenAI, worker: ScriptedWorker) -> None:
     """The AI SDK's second step of a tool loop."""
     tools: list[Any] = [EXEC, AGENTS]
