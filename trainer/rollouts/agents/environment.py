@@ -1,15 +1,16 @@
 """An agent's program as an environment: it asks, the policy answers, and what it came to is the reward.
 
-    --task trainer.rollouts.agents.environment:Agent --task-options '{"command": ["python", "agent.py"]}' --max-turns 8
+    --task trainer.rollouts.agents.environment:Agent --max-turns 8
+    --task-options '{"command": ["python", "examples/sums_agent.py"]}'
 
 The first conversation that the program begins is what is learned from: its messages are the prompt, the policy's
 answers are the actions, and what the program puts after an answer (a tool's result, a user's turn) comes between them
 and stays out of the loss. A request that does not continue that conversation (a sub-agent, a compaction, a judge) is
 answered by `side_policy` through the queue, too, and is not learned from.
 
-Invariant. `reset` and `step` may be called in another process, or twice (own_code.py): `info` holds the task and all
-answers so far, so that a run that is not here is played again from its beginning. Programs must ask the same after the
-same answers; one that does not loses its sample.
+Invariant. `reset` and `step` may be called in another process, or twice (trainer/rollouts/own_code.py): `info` holds
+the task and all answers so far, so that a run that is not here is played again from its beginning. Programs must ask
+the same after the same answers; one that does not loses its sample.
 """
 
 import asyncio
