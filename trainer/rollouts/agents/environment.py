@@ -23,10 +23,11 @@ from typing import Any
 from shared.errors import SetupError
 from shared.jobs import Message
 from trainer.rollouts.agents.endpoint import Call, Feedback, ModelEndpoint
-from trainer.rollouts.agents.program import OncePerEpisode, Program, Rewarding, ServingProgram
+from trainer.rollouts.agents.program import AgentError, OncePerEpisode, Program, Rewarding, ServingProgram
 from trainer.rollouts.agents.runs import AgentRun
 from trainer.rollouts.environments import Observation, Outcome, Question
 
+TRIES = 3  # of a task's first question: an error there ends the trainer's run
 IDLE_S = 900.0  # a run whose question has not been answered for so long is ended: its sample was given up
 
 
@@ -71,7 +72,13 @@ class Agent:
 
     async def reset(self, index: int) -> Observation:
         """The first question of the task's run."""
-        run, call = await self._begun(index)
+        for tries in range(TRIES):
+            try:
+                run, call = await self._begun(index)
+                break
+            except AgentError:
+                if tries + 1 == TRIES:
+                    raise
         if index in self._fresh:
             self._end(self._fresh.pop(index))
         self._fresh[index] = run
