@@ -7,6 +7,7 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     token_events.py  taking token events apart and putting them together
     jobs.py          a job that is submitted and polled
     episodes.py      turns of a conversation, and how they follow one another
+    signals.py       what shows how good a turn was, and the reward that it comes to
     trajectories.py  what a rollout leaves behind
     replay.py        verdicts on tokens that were computed again
     adapters.py      an adapter version

@@ -63,9 +63,10 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str
     place: EpisodePlace
-    created_ms: int
+    created_ms: int  # when its request came
     model: str
     policy: str
+    ended_ms: int = 0  # when its reply was stored
     versions: tuple[str, ...] = ()
     text: str = ""
     finish_reason: str = ""

@@ -92,6 +92,7 @@ class Collection(msgspec.Struct, frozen=True, omit_defaults=True):
     answers_bytes: int = 0  # that such answers of one tenant may have
     arm: Arm | None = None  # the version that a split has chosen, which its reward counts for
     place: EpisodePlace | None = None  # in its episode
+    judged: bool = False  # what its user writes next may be judged
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -46,6 +46,7 @@ class ApiKey:
     tenant: str = ""  # who owns what it makes; "": there are no tenants, or it is an admin's
     admin: bool = False
     feedback: bool = True  # whether answers to it may be kept for feedback
+    learn: bool = False  # whether the messages that follow these answers may be judged and learned from
 
     @property
     def apart(self) -> bool:
@@ -128,6 +129,12 @@ def may_record() -> bool:
     """False if this task's request has a key whose answers may not be stored."""
     key = calling.get()
     return key is None or key.feedback
+
+
+def may_judge() -> bool:
+    """True if the messages after this task's answers may be judged: the key says so, or the server has no keys."""
+    key = calling.get()
+    return key is None or key.learn
 
 
 def asking() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from api.callers.caller import asker, key_name, may_record, named_session
+from api.callers.caller import asker, key_name, may_judge, may_record, named_session
 from api.callers.fair_pool import LARGE_CHARS, LARGE_COUNT, aside
 from api.generation.sampling import SamplingFields
 from api.generation.target import Target
@@ -79,6 +79,7 @@ async def collection_for_feedback(
         answers_bytes=settings.feedback_store_mb << 20,
         arm=target.choice.arm if target.choice else None,
         place=await _place(body, chat),
+        judged=may_judge(),
     )
 
 

@@ -3,9 +3,10 @@
 A key comes from `--api-key` (or PARALLM_API_KEY; several with commas between) or from a line of `--api-key-file`:
 
     <key or sha256:HEX> [name=alice] [class=interactive|batch] [rate=600/minute] [concurrent=32]
-                        [tenant=acme | role=admin] [feedback=no]
+                        [tenant=acme | role=admin] [feedback=no] [learn=yes]
 
-With feedback=no no answer to the key is kept for feedback.
+With feedback=no no answer to the key is kept for feedback. With learn=yes a judge model may read what the user writes
+next, and what it finds becomes the answer's reward.
 Keys of one tenant share what they make; an admin's key sees and does all. Where one key says either, each must.
 
 Keys of ours are 256 random bits, so a plain hash is enough; a key that a person has thought up has to be long.
@@ -38,7 +39,7 @@ TINKER_PREFIX = "tml-"  # Tinker's SDK sends no key without it, so any key of ou
 SHORTEST = 16  # characters of a plain key, below which we warn
 _DIGEST = re.compile(r"sha256:[0-9a-fA-F]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-_FIELDS = frozenset({"name", "class", "rate", "concurrent", "tenant", "role", "feedback"})
+_FIELDS = frozenset({"name", "class", "rate", "concurrent", "tenant", "role", "feedback", "learn"})
 
 
 class KeyRing:
@@ -162,6 +163,10 @@ def _key(line: str, where: str) -> ApiKey:
         raise SetupError(f"{where}: an admin's key has no tenant: give the admin a second key for work of its own")
     if given.get("feedback", "no") not in ("no", "yes"):
         raise SetupError(f"{where}: feedback is yes or no")
+    if given.get("learn", "no") not in ("no", "yes"):
+        raise SetupError(f"{where}: learn is yes or no")
+    if given.get("learn") == "yes" and given.get("feedback") == "no":
+        raise SetupError(f"{where}: learn=yes needs the answers that feedback=no does not store")
     rate = rate_of(given["rate"], where) if "rate" in given else None
     return ApiKey(
         name,
@@ -172,6 +177,7 @@ def _key(line: str, where: str) -> ApiKey:
         given.get("tenant", ""),
         "role" in given,
         given.get("feedback", "yes") == "yes",
+        given.get("learn", "no") == "yes",
     )
 
 

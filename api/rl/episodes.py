@@ -16,11 +16,12 @@ from api.callers.fair_pool import aside
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.ring.ring import TheRing
-from api.ring.stored_sessions import check_stored, turns_of
+from api.ring.stored_sessions import StoredSession, check_stored, stored_session
 from shared.episodes import JoinedTurn
 from shared.errors import NotFoundError
 from shared.redis.kept.answer_store import StoredAnswer, answers_of, live_of
 from shared.redis.kept.episode_store import episodes_of
+from shared.signals import Calibration, Signal, chance_of
 
 router = APIRouter(tags=["training"], route_class=BodyRoute)
 
@@ -64,7 +65,8 @@ async def one(
     history under the same session, as after a compaction), `agent` (another system message, as of a sub-agent).
     """
     check_stored(ring)
-    there, turns = await turns_of(ring, asker().tenant, session_id)
+    stored = await stored_session(ring, asker().tenant, session_id)
+    there, turns = stored.ring, stored.turns
     names = [each.turn.name for each in turns]
     if after and after not in names:
         raise NotFoundError(f"session {session_id!r} has no turn {after[:200]!r}", param="after")
@@ -74,9 +76,9 @@ async def one(
     answers = [await there.answers.find(keeper, each.turn.name) for each in page] if tokens else [None] * len(page)
 
     def shown() -> bytes:
-        data = [_shown(each, answer) for each, answer in zip(page, answers, strict=True)]
-        more = start + limit < len(turns)
-        body = {"object": "session", "id": session_id, "count": len(turns), "turns": data, "has_more": more}
+        data = [_shown(stored, each, answer) for each, answer in zip(page, answers, strict=True)]
+        body = {"object": "session", "id": session_id, "count": len(turns), "turns": data}
+        body |= {"has_more": start + limit < len(turns), "calibration": _calibration(stored)}
         return msgspec.json.encode(body)
 
     return Response(await aside(shown), media_type="application/json")
@@ -91,15 +93,27 @@ async def one(
 async def delete(session_id: SessionId, ring: TheRing) -> Response:
     """Deletes the session and its stored answers. What a trainer has learned from or received stays there."""
     check_stored(ring)
-    there, turns = await turns_of(ring, asker().tenant, session_id)
+    there, turns, *_ = await stored_session(ring, asker().tenant, session_id)
     for each in turns:
         await there.answers.forget(answers_of(asker().tenant), each.turn.name)
     await there.episodes.forget(episodes_of(asker().tenant), session_id)
     return json_reply({"object": "session.deleted", "id": session_id, "turns": len(turns), "deleted": True})
 
 
-def _shown(each: JoinedTurn, answer: StoredAnswer | None) -> dict[str, Any]:
-    turn, place = each.turn, each.turn.place
+def _calibration(stored: StoredSession) -> dict[str, Any]:
+    chances, verdicts = stored.calibration
+    return {name: {"content": round(chance, 4), "verdicts": verdicts.get(name, 0)} for name, chance in chances.items()}
+
+
+def _signal(signal: Signal, calibration: Calibration) -> dict[str, Any]:
+    chance = chance_of(signal, calibration)
+    body: dict[str, Any] = {"kind": signal.kind, "value": chance.value, "confidence": chance.confidence}
+    named = {"labels": signal.labels, "text": signal.text, "detail": signal.detail, "judge": signal.judge}
+    return body | {name: value for name, value in named.items() if value}
+
+
+def _shown(stored: StoredSession, each: JoinedTurn, answer: StoredAnswer | None) -> dict[str, Any]:
+    turn, place, reward = each.turn, each.turn.place, stored.rewards.get(each.turn.name)
     body: dict[str, Any] = {
         "object": "session.turn",
         "name": turn.name,
@@ -113,6 +127,8 @@ def _shown(each: JoinedTurn, answer: StoredAnswer | None) -> dict[str, Any]:
         "messages": [{"role": said.role, "content": said.text} for said in place.said],
         "text": turn.text,
         "finish_reason": turn.finish_reason,
+        "signals": [_signal(signal, stored.calibration) for signal in stored.signals.get(turn.name, ())],
+        "reward": None if reward is None else reward._asdict(),
         "usage": {"prompt_tokens": turn.prompt_tokens, "completion_tokens": turn.completion_tokens},
     }
     return body if answer is None else body | _tokens_of(answer)

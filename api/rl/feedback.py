@@ -22,21 +22,43 @@ from api.http.errors import error_responses, json_reply
 from api.http.fields import RequestModel, complaint
 from api.ring.choosing import from_each
 from api.ring.ring import Ring, TheRing
+from api.ring.stored_sessions import stored_session
 from shared.errors import ConflictError, InvalidRequestError, NotFoundError
 from shared.redis.kept.answer_store import StoredAnswer, Verdict, answers_of, live_of
+from shared.redis.kept.episode_store import episodes_of
+from shared.signals import MOST_TEXT, Signal, kept_share
 from shared.splits import MOST_REWARD
 
 router = APIRouter(tags=["training"], route_class=BodyRoute)
 
 STARS = 5
 STORED_WITHIN_S = 2.0  # of its end an answer is kept; feedback may come sooner
+_VERDICTS = ("reward", "rating", "preferred_over", "exit_code", "tests", "edited")
 _PREFIX = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)?(.*)", re.DOTALL)
+
+
+class TestCounts(RequestModel):
+    """Tests of an agent's work."""
+
+    passed: int = Field(ge=0, le=10**9)
+    failed: int = Field(ge=0, le=10**9)
+
+    @model_validator(mode="after")
+    def _any(self) -> "TestCounts":
+        if not self.passed + self.failed:
+            raise complaint("passed", "no test has run")
+        return self
 
 
 class FeedbackBody(RequestModel):
     """One verdict, or a remark."""
 
-    id: str = Field(min_length=1, max_length=256, description="of the completion, response or message")
+    id: str = Field(
+        default="", max_length=256, description="of the completion, response or message; or name its session"
+    )
+    session: str = Field(
+        default="", max_length=160, description="the session whose last turn is meant, or without 'id' that turn"
+    )
     choice: int = Field(default=0, ge=0, le=1023, description="which of its choices")
     reward: float | None = Field(default=None, ge=-MOST_REWARD, le=MOST_REWARD, description="the reward of the answer")
     rating: Literal["up", "down"] | Annotated[int, Field(strict=True, ge=1, le=STARS)] | None = Field(
@@ -46,6 +68,16 @@ class FeedbackBody(RequestModel):
         default=None, min_length=1, max_length=256, description="the id of another answer to the same prompt"
     )
     preferred_over_choice: int = Field(default=0, ge=0, le=1023, description="which of its choices")
+    exit_code: int | None = Field(
+        default=None,
+        ge=-(2**31),
+        lt=2**32,
+        description="of what an agent has run after its work; 0: it went well",
+    )
+    tests: TestCounts | None = Field(default=None, description="of the work so far, as an agent has run them")
+    edited: str | None = Field(
+        default=None, max_length=MOST_TEXT, description="the reply as the user has left it after an edit"
+    )
     text: str | None = Field(
         default=None, max_length=4096, description="a remark: stored with the verdict, or, alone, until there is one"
     )
@@ -60,12 +92,25 @@ class FeedbackBody(RequestModel):
 
     @model_validator(mode="after")
     def _one(self) -> "FeedbackBody":
-        given = [name for name in ("reward", "rating", "preferred_over") if getattr(self, name) is not None]
+        if not self.id and not self.session:
+            raise complaint("id", "say which answer: its 'id', or its 'session'")
+        given = [name for name in _VERDICTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise complaint(given[1], f"give one of '{given[0]}' and '{given[1]}'")
         if not given and self.text is None:
-            raise complaint("reward", "say 'reward', 'rating', 'preferred_over' or 'text'")
+            raise complaint("reward", f"say one of {', '.join(_VERDICTS)}, or 'text'")
         return self
+
+    def signal(self, written: str) -> Signal | None:
+        """What it says of the turn with this reply, where that is no verdict."""
+        if self.exit_code is not None:
+            return Signal("exit_code", float(self.exit_code == 0), detail=f"exit code {self.exit_code}")
+        if self.tests is not None:
+            passed, failed = self.tests.passed, self.tests.failed
+            return Signal("tests", passed / (passed + failed), detail=f"{passed} passed, {failed} failed")
+        if self.edited is not None:
+            return Signal("edit", kept_share(written[:MOST_TEXT], self.edited), text=self.edited)
+        return None
 
     @property
     def value(self) -> float | None:
@@ -86,11 +131,24 @@ class FeedbackBody(RequestModel):
 async def feedback(body: FeedbackBody, ring: TheRing) -> Response:
     """The first verdict on an answer stands: to send it again changes nothing, another one gets 409.
 
-    `status` is `counted` (its policy's trainer gets it) or `noted` (a remark alone).
+    `status` is `counted` (its policy's trainer gets it), `noted` (a remark alone), `signal` (it counts for the reward
+    of the session's turn, with its other signals) or `late` (a verdict after that reward has gone to the trainer: it
+    counts for what is learned from sessions later).
     """
     keeper = answers_of(asker().tenant)
+    if not body.id:
+        turns = (await stored_session(ring, asker().tenant, body.session)).turns
+        body.id, _, number = turns[-1].turn.name.rpartition("-")
+        body.choice = int(number)
     ring, answer = await _found(ring, keeper, body.id, body.choice, "id")
     value = body.value
+    told = body.signal(live_of(answer).trajectory.text) if value is None else Signal("verdict", value)
+    if told is not None and answer.session:
+        await ring.episodes.signal(episodes_of(asker().tenant), answer.session, answer.name, told)
+    if told is not None and told.kind != "verdict":
+        if not answer.session:
+            raise InvalidRequestError("this answer is part of no session, where such a signal would count", param="id")
+        return json_reply(_answer_body(answer, "signal", told.value))
     if value is None:
         await ring.answers.note(keeper, answer.name, body.text or "")
         return json_reply(_answer_body(answer, "noted", None))
@@ -104,6 +162,9 @@ async def feedback(body: FeedbackBody, ring: TheRing) -> Response:
             other.name: Verdict(0.0, under=answer.name),
         }
     if not await ring.answers.judge(keeper, verdicts, body.key or ""):
+        now = await ring.answers.find(keeper, answer.name)
+        if now is not None and now.verdict is not None and now.verdict.by and body.preferred_over is None:
+            return json_reply(_answer_body(answer, "late", value))
         value = await _standing(ring, keeper, answer.name, body)
     return json_reply(_answer_body(answer, "counted", value))
 

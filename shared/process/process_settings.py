@@ -155,3 +155,13 @@ class RunnerSettings(ProcessSettings, AwakeSettings):
     trajectory_buffer_mb: int = Field(
         default=256, ge=1, description="size of these trajectories; the oldest are dropped"
     )
+    judge_model: str = Field(
+        default="",
+        pattern=r"^\S{0,256}$",
+        description="served model or adapter that labels a user's next message in stored sessions; default: none does",
+    )
+    judge_after_s: float = Field(
+        default=1800,
+        gt=0,
+        description="time after a turn in which its signals are awaited before they become its reward",
+    )

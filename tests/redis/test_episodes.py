@@ -4,17 +4,22 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
 from shared.redis import keys
 from shared.redis.kept.episode_store import episodes_of
+from shared.redis.training.trajectory_queue import TrajectoryQueue
 from shared.sequences import SequenceSpec
+from tests.redis import scripted_worker
 from tests.redis.api_servers import Api, api, key_file
 from tests.redis.dashboard_pages import Checked
-from tests.redis.scripted_worker import MODEL, Answer, working
-from tests.redis.test_feedback import kept
+from tests.redis.scripted_worker import CARD, MODEL, Answer, working
+from tests.redis.test_feedback import kept, runner
 from tests.unit.api_texts import codec, ids
+from tests.waiting import wait_until
+from worker.jobs.judging import Judging
 
 
 def script(spec: SequenceSpec) -> Answer:
@@ -130,3 +135,109 @@ async def test_sessions_are_bounded_with_the_answers(keeping: Api, redis: Redis,
     assert await redis.zcard(keys.kept_order(episodes_of(""), "sessions")) == 2
     refused = await keeping.http.get("/v1/sessions", params={"limit": 0})
     assert refused.status_code == 400
+
+
+async def collected(redis_url: str, count: int, judge: str = MODEL, after_s: float = 1e6) -> None:
+    """Until a runner with a judge has taken so many more answers, and has judged what is due."""
+    async with runner(redis_url) as (collecting, verdicts):
+        judging = collecting.judging = Judging(collecting.context, judge, after_s)
+        taken = 0
+
+        async def all_taken() -> bool:
+            nonlocal taken
+            taken += await collecting.collect(MODEL)
+            return taken >= count
+
+        try:
+            await wait_until(all_taken)
+            while await judging.judge():
+                pass
+            while await verdicts.deliver():
+                pass
+        finally:
+            await collecting.context.served.close()
+
+
+@pytest.fixture
+def long_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted_worker, "CARD", msgspec.structs.replace(CARD, context_length=4096))
+
+
+@pytest.mark.usefixtures("long_context")
+async def test_the_next_message_is_judged_through_the_queue(redis_url: str, redis: Redis) -> None:
+    async with working(redis_url, script) as worker, api(redis_url, feedback_ttl_days=1) as server:
+        named = {"headers": {"x-session-id": "s"}}
+        await server.post("/v1/chat/completions", chat("a"), **named)
+        await server.post("/v1/chat/completions", chat("a", "reply 1", "no, b"), **named)
+        await collected(redis_url, 2)
+        asked = [spec for spec in worker.specs if spec.kind == "score"]
+        assert {(spec.sequence_class, spec.adapter) for spec in asked} == {("batch", "")} and len(asked) == 4
+        shown = codec().decode(asked[0].prompt_ids)
+        assert "The assistant replied:\nreply 1" in shown and "Then the user wrote:\nno, b" in shown
+        one = await session(server, "s")
+        (signal,) = one["turns"][0]["signals"]
+        assert signal["labels"] == {"accept": 0.25, "correction": 0.25, "retry": 0.25, "other": 0.25}
+        assert (signal["judge"], signal["text"], one["turns"][1]["signals"]) == (MODEL, "no, b", [])
+        assert one["calibration"]["accept"] == {"content": 0.9, "verdicts": 0}
+
+        await server.post("/v1/chat/completions", chat("a", "reply 1", "no, b"), **named)  # again
+        name = one["turns"][0]["name"]
+        said = await server.post("/v1/feedback", {"id": name.removesuffix("-0"), "rating": "up"})
+        assert said.json()["status"] == "counted"
+        await collected(redis_url, 1, after_s=0.0)
+        one = await session(server, "s")
+        assert one["calibration"]["accept"]["verdicts"] == 0.25
+        assert one["turns"][0]["reward"] == {"value": 1.0, "confidence": 1.0}, "a person's verdict stands"
+        (retried,) = one["turns"][1]["signals"]
+        assert retried["labels"] == {"retry": 1.0} and one["turns"][2]["signals"][0]["labels"] == {"left": 1.0}
+        lives = [each.live for each in await TrajectoryQueue(redis, "policy").peek()]
+        rewards = {live.id[-34:]: live.trajectory.reward for live in lives}
+        assert {reward.name for reward in rewards.values() if reward} == {"feedback", "session"}
+        implied = next(reward for reward in rewards.values() if reward and reward.name == "session")
+        assert (implied.value, implied.components) == (0.2, {"confidence": 0.2781}), "calibrated by the verdict"
+        late = await server.post("/v1/feedback", {"id": one["turns"][1]["name"].removesuffix("-0"), "rating": "up"})
+        assert late.json()["status"] == "late"
+        page = (await server.http.get("/dashboard/sessions/s")).text
+        assert "next message: retry 1" in page and "reward 1, confidence 1" in page
+        await server.post("/v1/chat/completions", chat("a", "reply 1", "no, b", "reply 2", "c"), **named)
+        await collected(redis_url, 1)
+        (later,) = (await session(server, "s"))["turns"][2]["signals"]
+        assert later["text"] == "c", "the user had not left after all"
+
+
+async def test_an_agent_reports_tests_and_a_user_an_edit(keeping: Api, redis: Redis, redis_url: str) -> None:
+    named = {"headers": {"x-session-id": "s"}}
+    await keeping.post("/v1/chat/completions", chat("a"), **named)
+    await keeping.post("/v1/chat/completions", chat("a", "reply 1", "b"), **named)
+    await kept(redis, redis_url, 2)
+    for told in ({"tests": {"passed": 3, "failed": 1}}, {"exit_code": 1}, {"edited": "reply 2"}):
+        said = await keeping.post("/v1/feedback", {"session": "s", **told})
+        assert (said.status_code, said.json()["status"]) == (200, "signal"), said.text
+    first, last = (await session(keeping, "s"))["turns"]
+    assert {each["kind"]: each["value"] for each in last["signals"]} == {"edit": 1.0, "exit_code": 0.0, "tests": 0.75}
+    assert first["reward"]["confidence"] < last["reward"]["confidence"] and first["signals"] == []
+    up = await keeping.post("/v1/feedback", {"session": "s", "rating": "up"})
+    assert (up.json()["status"], up.json()["name"]) == ("counted", last["name"])
+    for wrong, param in (
+        ({"session": "s", "tests": {"passed": 0, "failed": 0}}, "tests.passed"),
+        ({"session": "s", "exit_code": 0, "rating": "up"}, "exit_code"),
+        ({"rating": "up"}, "id"),
+    ):
+        refused = await keeping.post("/v1/feedback", wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+    assert (await keeping.post("/v1/feedback", {"session": "t", "exit_code": 0})).status_code == 404
+
+
+@pytest.mark.usefixtures("long_context")
+async def test_nobody_judges_what_follows_answers_to_a_key_that_does_not_say_so(
+    redis_url: str, redis: Redis, tmp_path: Path
+) -> None:
+    file, said = key_file(tmp_path, alice={"tenant": "acme"}, bob={"tenant": "bobs", "learn": "yes"})
+    async with working(redis_url, script), api(redis_url, feedback_ttl_days=1, api_key_file=file) as server:
+        for who in said:
+            for body in (chat("a"), chat("a", "reply 1", "b")):
+                await server.post("/v1/chat/completions", body, headers={**said[who], "x-session-id": "s"})
+        await collected(redis_url, 4)
+        for who, signals in (("alice", 0), ("bob", 1)):
+            turns = (await server.http.get("/v1/sessions/s", headers=said[who])).json()["turns"]
+            assert len(turns[0]["signals"]) == signals

@@ -22,6 +22,7 @@ ImportanceLevel = Literal["token", "sequence"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 TrainMode = Literal["rl", "reward", "sft", "dpo", "distill", "ppo"]
 FEEDBACK = "feedback:"  # begins a data set that is no file
+SESSIONS = "sessions:"  # likewise, of stored sessions
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,14 @@ RatioBase = Literal["sampler", "trainer"]
 
 
 @dataclass(frozen=True)
+class TeachingOptions:
+    """How much a teacher's verdict on each token weighs, and the advantages of rewards."""
+
+    coefficient: float = 1.0
+    rewards: float = 1.0
+
+
+@dataclass(frozen=True)
 class OptimizeOptions:
     """Constants of every train step."""
 
@@ -105,6 +114,7 @@ class OptimizeOptions:
     value: ValueOptions | None = None  # with the loss "ppo"
     schedule: Schedule = field(default_factory=Schedule)
     ratio: RatioBase = "sampler"
+    teaching: TeachingOptions = TeachingOptions()
     routing_replay: bool = False  # compute with the experts that the sampler chose
     minibatches: int = 1
     epochs: int = 1
@@ -212,7 +222,16 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
     )
     teacher: str = Field(
         default="",
-        description="mode distill: the teacher, a model or NAME@VERSION that the ring serves",
+        description="mode distill: the teacher, a model or NAME@VERSION that the ring serves; mode rl: it scores the "
+        "samples of each batch; or self: the policy, with each task's hint in its prompt",
+    )
+    teacher_coefficient: float = Field(
+        default=1.0, gt=0, description="mode rl with a teacher: factor on log pi_teacher - log mu, a token's advantage"
+    )
+    reward_coefficient: float = Field(
+        default=1.0,
+        ge=0,
+        description="mode rl with a teacher: factor on the advantages of rewards; 0: the teacher's verdict alone",
     )
     teacher_top_k: int = Field(
         default=20,
@@ -273,6 +292,8 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
         if self.mode == "distill":
             self._check_teacher(connect_to)
         self._check_feedback(feedback_policy(dataset), connect_to)
+        if (policy := sessions_policy(dataset)) is not None:
+            self._check_asked(f"--dataset {SESSIONS}{policy}", policy, "distill", connect_to)
         try:
             check_heads({self.head or REWARD: HeadSpec("scalar")})
         except ValueError as error:
@@ -289,9 +310,13 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
             if "feedback_max_age_days" in self._changed():
                 raise SetupError("--feedback-max-age-days goes with --dataset feedback:POLICY")
             return
-        asked = f"--dataset {FEEDBACK}{policy}"
-        if self.mode != "dpo":
-            raise SetupError(f"{asked}: preferences are for --mode dpo")
+        self._check_asked(f"--dataset {FEEDBACK}{policy}", policy, "dpo", connect_to)
+
+    def _check_asked(self, asked: str, policy: str, mode: TrainMode, connect_to: str) -> None:
+        """SetupError unless a data set that a ring's api has can be asked for."""
+        if self.mode != mode:
+            what = "preferences are" if mode == "dpo" else "what sessions teach is"
+            raise SetupError(f"{asked}: {what} for --mode {mode}")
         if not _is_api(connect_to):
             raise SetupError(f"{asked} is read through an api: give --connect-to HOST:PORT")
         try:
@@ -315,9 +340,15 @@ def feedback_policy(dataset: Path | None) -> str | None:
     return given.removeprefix(FEEDBACK) if given.startswith(FEEDBACK) else None
 
 
+def sessions_policy(dataset: Path | None) -> str | None:
+    """The policy whose stored sessions are the data set; None: it is a file."""
+    given = str(dataset or "")
+    return given.removeprefix(SESSIONS) if given.startswith(SESSIONS) else None
+
+
 _TUNING = {"chat_template_kwargs", "start_from"}
 _OF_MODES: Mapping[TrainMode, Collection[str]] = {  # what few modes have a use for
-    "rl": _TUNING | {"update_epochs"},
+    "rl": _TUNING | {"update_epochs", "teacher", "teacher_coefficient", "reward_coefficient"},
     "reward": {*HeadSettings.model_fields, "start_from"},
     "dpo": _TUNING | {"dpo_beta", "feedback_max_age_days"},
     "sft": _TUNING,

@@ -1,6 +1,7 @@
 """`mlx_parallm_train --mode distill`: a run that tunes a policy on a teacher's scores in place of the data's answers.
 
 Data, split, versions and gate are those of `--mode sft`. The scores are asked for once, before anything is learned.
+With `--dataset sessions:POLICY` the data are what users' sessions teach (hindsight.py).
 """
 
 import asyncio
@@ -12,12 +13,14 @@ import msgspec
 from mlx_model.loader import LoadedModel
 from shared.errors import SetupError
 from trainer.learn.batches import SampleGroup
+from trainer.learn.options import sessions_policy
 from trainer.learners.distilling import ScoredRow
 from trainer.learners.kinds import Made, made_with
 from trainer.learners.lines import Data, hold_out
 from trainer.learners.tuning_examples import TuningExamples, read_examples
 from trainer.ring.http_client import HttpApi
 from trainer.runs.data import options_of
+from trainer.runs.hindsight import hindsight
 from trainer.runs.teacher import FILE, read_kept, scored
 from trainer.runs.tuning import RowRun
 from trainer.versions.checkpoint import write_whole
@@ -39,6 +42,14 @@ class DistillRun(RowRun[ScoredRow]):
             rows = await asyncio.to_thread(read_kept, kept, settings.teacher, settings.teacher_top_k)
             await asyncio.to_thread(self._check_data, rows, longest)
             self._asked = False
+        elif (policy := sessions_policy(settings.dataset)) is not None:
+            async with HttpApi.of(settings) as api:
+                rows = await hindsight(
+                    api, policy, settings.teacher, settings.teacher_top_k, self._ring.codec,
+                    loaded.card.tokenizer_sha256, longest=longest, seed=settings.seed,
+                )  # fmt: skip
+            rows = [row.within(loaded.card.vocab_size) for row in rows]
+            self._asked = True
         else:
             examples = await asyncio.to_thread(self._examples, settings.dataset, longest)
             items = examples.items
@@ -77,8 +88,8 @@ class DistillRun(RowRun[ScoredRow]):
     def _read(self, longest: int) -> Data[ScoredRow]:
         learned = [row for row in self._rows if not row.held_out]
         held_out = [row for row in self._rows if row.held_out]
-        if not held_out:
-            learned, held_out = hold_out(learned, self.settings.seed)
+        if not held_out or not learned:
+            learned, held_out = hold_out(self._rows, self.settings.seed)
         return Data(learned, held_out, self._too_long, "distill")
 
     def _made_with(self) -> Made:

@@ -45,6 +45,7 @@ from shared.sequences import Collection, SequenceSpec
 from shared.text.codec import TextCodec
 from shared.trajectories import LiveTrajectory, Reward, trajectory_of
 from worker.jobs.context import TickContext
+from worker.jobs.judging import Judging
 from worker.jobs.outcomes import OUTCOMES
 
 log = structlog.get_logger()
@@ -83,9 +84,10 @@ class _Lane:
 class Collecting:
     """Makes trajectories of live traffic, in one runner."""
 
-    def __init__(self, context: TickContext, max_entries: int, max_bytes: int) -> None:
+    def __init__(self, context: TickContext, max_entries: int, max_bytes: int, judging: Judging | None = None) -> None:
         self.context = context
         self._max_entries, self._max_bytes = max_entries, max_bytes
+        self.judging = judging or Judging(context)
         self._shares: dict[str, Share] = {}
         self._lanes: dict[tuple[str, ...], _Lane] = {}
         self._intakes: dict[str, TrajectoryIntake] = {}  # by model
@@ -240,22 +242,27 @@ class Collecting:
             return
         terms = Terms(collect.answer_ttl_s, collect.answers_bytes)
         name = f"{collect.answer}-{live.id.rpartition('-')[2]}"
+        session = "" if collect.place is None else collect.place.session
         try:
-            await AnswerStore(self.context.redis, terms).keep(name, live)
+            await AnswerStore(self.context.redis, terms).keep(name, live, session)
         except QueueFullError:
             log.warning("collect.too_large", trajectory=live.id, hint="--feedback-store-mb")
             return
         if collect.place is not None:
-            await self._join(EpisodeStore(self.context.redis, terms), turn_of(name, live, spec, collect.place), live)
+            turn = turn_of(name, live, spec, collect.place)
+            if await self._join(EpisodeStore(self.context.redis, terms), turn, live) and collect.judged:
+                await self.judging.add(live.tenant, terms, turn)
 
-    async def _join(self, episodes: EpisodeStore, turn: Turn, live: LiveTrajectory) -> None:
+    async def _join(self, episodes: EpisodeStore, turn: Turn, live: LiveTrajectory) -> bool:
         """Add an answer to its episode; a prompt without messages follows the turn whose ids it begins with."""
         keeper, session = episodes_of(live.tenant), turn.place.session
         if not turn.place.mark:
-            parent = parent_by_ids(await episodes.turns(keeper, session), live.trajectory.prompt_ids)
+            parent = parent_by_ids((await episodes.read(keeper, session)).turns, live.trajectory.prompt_ids)
             turn = msgspec.structs.replace(turn, parent=parent)
-        if not await episodes.add(keeper, turn):
+        added = await episodes.add(keeper, turn)
+        if not added:
             log.info("collect.episode_full", session=session, turns=MOST_TURNS)
+        return added
 
     def _share(self, packed: bytes) -> Share:
         """The share of a scoring function, kept; one that was given up gets one more try when it comes anew."""
@@ -314,6 +321,7 @@ def turn_of(name: str, live: LiveTrajectory, spec: SequenceSpec, place: EpisodeP
         created_ms=spec.enqueued_ms or live.collected_ms,
         model=live.model,
         policy=live.policy,
+        ended_ms=live.collected_ms,
         versions=tuple(dict.fromkeys(span.version for span in t.spans)),
         text=t.text[:MOST_TEXT],
         finish_reason=t.finish_reason,

@@ -26,6 +26,7 @@ from shared.redis.processes.metric_store import MetricWriter
 from shared.scoring.pool import RewardPool
 from worker.jobs.collecting import Collecting
 from worker.jobs.context import TickContext
+from worker.jobs.judging import Judging
 from worker.jobs.scores import Scores
 from worker.jobs.tick import tick
 from worker.jobs.verdicts import Verdicts
@@ -127,9 +128,10 @@ async def run(settings: RunnerSettings) -> None:
     worker = RunnerWorker(context, settings.max_jobs)
     counts = MetricWriter(redis, context.tally, "runner", context.runner)
     counting = asyncio.create_task(counts.run())
-    collecting = Collecting(context, settings.trajectory_buffer_size, settings.trajectory_buffer_mb << 20)
+    judging = Judging(context, settings.judge_model, settings.judge_after_s)
+    collecting = Collecting(context, settings.trajectory_buffer_size, settings.trajectory_buffer_mb << 20, judging)
     verdicts = Verdicts(redis, settings.trajectory_buffer_size, settings.trajectory_buffer_mb << 20)
-    loops = (worker.listen(), worker.sweep(), collecting.run(), verdicts.run(), Scores(context).run())
+    loops = (worker.listen(), worker.sweep(), collecting.run(), verdicts.run(), judging.run(), Scores(context).run())
     background = [asyncio.create_task(loop) for loop in loops]
     log.info("runner.ready", runner=context.runner, max_jobs=settings.max_jobs, window=settings.window)
     try:

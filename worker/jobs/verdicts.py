@@ -81,7 +81,8 @@ def judged_live(answer: StoredAnswer, verdict: Verdict, group: str) -> LiveTraje
     """The trajectory of a judged answer for the trainer: alone, or grouped with the other answer of its pair."""
     live = live_of(answer)
     said = verdict.text or answer.note
-    reward = Reward(REWARD, verdict.reward)
+    components = {"confidence": verdict.confidence} if verdict.by else {}
+    reward = Reward(verdict.by or REWARD, verdict.reward, components)
     metadata = {**live.trajectory.metadata, **({"feedback": said} if said else {})}
     trajectory = msgspec.structs.replace(live.trajectory, reward=reward, metadata=metadata)
     return msgspec.structs.replace(live, trajectory=trajectory, group=group, group_size=2 if group else 1)

@@ -9,15 +9,27 @@ from fastapi import APIRouter, Depends, Form, Request
 from starlette.responses import RedirectResponse, Response
 
 from api.batches.batch_routes import cancel
+from api.ops.catalogue import PlaceBody, load_model, unload_model
 from api.ops.dashboard.render import HEADERS, DashboardRoute, notice
 from api.ops.dashboard.samples import SHOWN
 from api.ops.dashboard.session import may_act
 from api.ring.ring import Ring, ring_of
 from shared.errors import ConflictError
 from shared.redis.kept.answer_store import Verdict, answers_of
+from shared.redis.kept.episode_store import episodes_of
+from shared.signals import Signal
 
 router = APIRouter(prefix="/dashboard", route_class=DashboardRoute, dependencies=[Depends(may_act)])
 TheRing = Annotated[Ring, Depends(ring_of)]
+
+
+@router.post("/models/{verb}")
+async def order_model(
+    request: Request, ring: TheRing, verb: Literal["load", "unload"], model: Annotated[str, Form(max_length=256)]
+) -> Response:
+    """Have hosts load or unload a model, as the API does."""
+    await (load_model if verb == "load" else unload_model)(PlaceBody(model=model), Response(), ring)
+    return _done(request, f"{model} is to be {verb}ed", "/dashboard")
 
 
 @router.post("/jobs/{job_id}/cancel")
@@ -68,6 +80,10 @@ async def judge_answer(
         raise ConflictError("this server stores no answers for feedback (--feedback-ttl-days)")
     if not await ring.answers.judge(answers_of(tenant), {name: verdict}):
         raise ConflictError("this answer has another verdict, or is not there any more")
+    answer = await ring.answers.find(answers_of(tenant), name)
+    if answer is not None and answer.session:
+        signal = Signal("verdict", verdict.reward)
+        await ring.episodes.signal(episodes_of(tenant), answer.session, name, signal)
     said = f"counted as {'good' if rating == 'up' else 'bad'}"
     return _done(request, said, "/dashboard/feedback", instead_of=f"answer-{row}" if row else "")
 

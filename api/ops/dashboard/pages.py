@@ -19,7 +19,7 @@ from api.ops.dashboard.samples import (
 from api.ops.dashboard.session import keys_of, may_look
 from api.ops.snapshot import TheSnapshots
 from api.ring.ring import Ring, ring_of
-from api.ring.stored_sessions import turns_of
+from api.ring.stored_sessions import stored_session
 from shared.redis.kept.episode_store import episodes_of
 
 router = APIRouter(prefix="/dashboard", route_class=DashboardRoute, dependencies=[Depends(may_look)])
@@ -148,8 +148,8 @@ async def session(
     tenant: Annotated[str, Query(max_length=64)] = "",
 ) -> Response:
     """One conversation, turn by turn."""
-    _, turns = await turns_of(ring, tenant, session_id)
-    numbers = {each.turn.name: number for number, each in enumerate(turns, 1)}
+    stored = await stored_session(ring, tenant, session_id)
+    numbers = {each.turn.name: number for number, each in enumerate(stored.turns, 1)}
     return page(
         request,
         "session.html",
@@ -157,7 +157,8 @@ async def session(
         ring=await snapshots.read(),
         session_id=session_id,
         tenant=tenant,
-        turns=turns,
+        turns=stored.turns,
+        stored=stored,
         numbers=numbers,
     )
 

@@ -33,6 +33,8 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     over: str = ""  # the name of the answer that it was preferred to
     under: str = ""  # or of the one that was preferred to it
     text: str = ""
+    by: str = ""  # "session": it follows from the session's signals, not from a person's verdict
+    confidence: float = 1.0
 
 
 class StoredAnswer(NamedTuple):
@@ -46,6 +48,7 @@ class StoredAnswer(NamedTuple):
     verdict: Verdict | None
     key: str  # the idempotency key of the verdict
     delivered: bool  # to the trainer's queue
+    session: str = ""  # of the episode that it is a turn of
 
 
 class AnswerStore:
@@ -57,7 +60,7 @@ class AnswerStore:
         self._things = KeptThings(redis, terms)
         self._due = DueList(redis, LIST)
 
-    async def keep(self, name: str, live: LiveTrajectory) -> bool:
+    async def keep(self, name: str, live: LiveTrajectory, session: str = "") -> bool:
         """Store an answer; False when it is there. QueueFullError for one that is too large.
 
         Another one of this name goes: a client may use its own names again.
@@ -75,7 +78,7 @@ class AnswerStore:
             ("EXPIRE", order, ttl_s),
         ]
         await ask_all(self._redis, commands)
-        fields: dict[str, Argument] = {"id": live.id, "policy": live.policy, "live": _packed(live)}
+        fields: dict[str, Argument] = {"id": live.id, "policy": live.policy, "live": _packed(live), "session": session}
         return await self._things.put(keeper, name, fields, "new")
 
     async def find(self, keeper: str, name: str) -> StoredAnswer | None:
@@ -174,7 +177,7 @@ def answers_of(tenant: str) -> str:
     return keys.keeper(f"answers of {tenant}")
 
 
-_FIELDS = ("id", "policy", "live", "note", "verdict", "key", "delivered")
+_FIELDS = ("id", "policy", "live", "note", "verdict", "key", "delivered", "session")
 
 
 def _packed(live: LiveTrajectory) -> bytes:
@@ -186,7 +189,7 @@ def _packed(live: LiveTrajectory) -> bytes:
 
 
 def _answer(name: str, row: Sequence[bytes | None]) -> StoredAnswer | None:
-    id_, policy, live, note, verdict, key, delivered = row
+    id_, policy, live, note, verdict, key, delivered, session = row
     if id_ is None or policy is None or live is None:
         return None
     return StoredAnswer(
@@ -198,4 +201,5 @@ def _answer(name: str, row: Sequence[bytes | None]) -> StoredAnswer | None:
         None if verdict is None else msgspec.json.decode(verdict, type=Verdict),
         (key or b"").decode(),
         delivered is not None,
+        (session or b"").decode(),
     )

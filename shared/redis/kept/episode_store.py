@@ -4,6 +4,7 @@ Invariants. A turn is written under its own name, so that writing it again chang
 turns, those of a tenant in bytes, and one that is not used for the answers' time to live is deleted.
 """
 
+from collections import defaultdict
 from typing import NamedTuple
 
 import msgspec
@@ -13,9 +14,11 @@ from shared.episodes import MOST_TURNS, Turn
 from shared.redis import keys
 from shared.redis.connection.client import Argument, ask, ask_all
 from shared.redis.kept.kept_things import KeptThings, Terms
+from shared.signals import Calibration, Signal, calibrated, pairs_of
 
 _ORDER = "sessions"
-_TURN = b"turn:"
+_TURN, _SIGNAL = b"turn:", b"signal:"
+CALIBRATED_BY = 64
 
 
 class ListedEpisode(NamedTuple):
@@ -29,6 +32,13 @@ class ListedEpisode(NamedTuple):
     title: str  # how its first message begins
 
 
+class Episode(NamedTuple):
+    """The turns of an episode in no order, and signals by the turn's name."""
+
+    turns: list[Turn]
+    signals: dict[str, list[Signal]]
+
+
 class EpisodeStore:
     """Episodes by keeper and session id."""
 
@@ -40,8 +50,9 @@ class EpisodeStore:
     async def add(self, keeper: str, turn: Turn) -> bool:
         """Store a turn; False when its episode is full, or larger than what the keeper may have."""
         session, order = turn.place.session, keys.kept_order(keeper, _ORDER)
-        if int(await ask(self._redis, "HLEN", keys.kept(keeper, session))) > MOST_TURNS:
-            return False
+        fields_now: list[bytes] = await ask(self._redis, "HKEYS", keys.kept(keeper, session))
+        if sum(field.startswith(_TURN) for field in fields_now) >= MOST_TURNS:
+            return _TURN + turn.name.encode() in fields_now
         fields: dict[str, Argument] = {_TURN.decode() + turn.name: msgspec.json.encode(turn)}
         fields |= {"policy": turn.policy, "user": turn.place.user}
         if not turn.place.before and turn.place.said:
@@ -54,11 +65,29 @@ class EpisodeStore:
         await ask_all(self._redis, commands)
         return await self._things.put(keeper, session, fields)
 
-    async def turns(self, keeper: str, session: str) -> list[Turn]:
-        """The turns of an episode in no order; none when it is not there."""
+    async def signal(self, keeper: str, session: str, turn: str, signal: Signal) -> bool:
+        """Store a signal of a turn, in the place of an earlier one of its kind; False when the episode is gone."""
+        field = f"{_SIGNAL.decode()}{signal.kind}:{turn}"
+        return await self._things.put(keeper, session, {field: msgspec.json.encode(signal)}, "there")
+
+    async def read(self, keeper: str, session: str) -> Episode:
+        """An episode; one without turns when it is not there."""
         fields: dict[bytes, bytes] = await ask(self._redis, "HGETALL", keys.kept(keeper, session))
-        found = [value for name, value in fields.items() if name.startswith(_TURN)]
-        return [msgspec.json.decode(value, type=Turn) for value in found]
+        turns: list[Turn] = []
+        signals: defaultdict[str, list[Signal]] = defaultdict(list)
+        for name, value in sorted(fields.items()):
+            if name.startswith(_TURN):
+                turns.append(msgspec.json.decode(value, type=Turn))
+            elif name.startswith(_SIGNAL):
+                turn = name.split(b":", 2)[2].decode()
+                signals[turn].append(msgspec.json.decode(value, type=Signal))
+        return Episode(turns, dict(signals))
+
+    async def calibration(self, keeper: str) -> Calibration:
+        """Chances of the judge's labels, by the verdicts in the newest CALIBRATED_BY episodes."""
+        newest = await self.list(keeper, limit=CALIBRATED_BY)
+        episodes = [await self.read(keeper, each.id) for each in newest]
+        return calibrated(pair for episode in episodes for pair in pairs_of(episode.signals))
 
     async def list(self, keeper: str, *, after: str = "", limit: int = 20) -> list[ListedEpisode]:
         """Episodes by their last turn, the newest first, those after `after`."""

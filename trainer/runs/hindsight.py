@@ -1,0 +1,240 @@
+"""Lessons from sessions (`--mode distill --dataset sessions:POLICY`): what the model would have said, had it known.
+
+A user who corrects a reply says what was missing. So the teacher is asked the same again with the correction in the
+prompt, and the student, without it, learns the teacher's distribution over that reply: hindsight as a teacher, as in
+OpenClaw-RL (arXiv 2603.10165) and context distillation (arXiv 2209.15189). A reply that the user has edited is a lesson
+likewise: the edited text, scored by a teacher that sees it coming. Replies that users were content with are rehearsed:
+the teacher scores them as they were, without a hint, so that what was good stays as likely as the teacher takes it.
+
+Which reply was which follows from the session's rewards (shared/signals.py): below CORRECTED a lesson, from CONTENT on
+a rehearsal, and nothing in between or without confidence. The rows of a session stand together, all learned from or
+all held out, by the digest of its id.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+
+from shared.errors import NotFoundError, SetupError
+from shared.seeds import derived_seed
+from shared.text.codec import TextCodec
+from trainer.learn.batches import Sample, SampleGroup
+from trainer.learners.distilling import ScoredRow
+from trainer.ring.http_client import HttpApi
+from trainer.runs.teacher import AT_ONCE, scored
+
+CORRECTED, CONTENT = 0.4, 0.6
+LEAST_CONFIDENCE = 0.1
+HELD_OUT = 5  # one session of so many
+MOST_SESSIONS = 2_000
+LONGER = 4  # times the tokens of the reply that the teacher may take, and no less than LEAST_TOKENS
+LEAST_TOKENS = 64
+TEMPERATURE = 0.7
+HINT = "{said}\n\n{correction}"  # the user's message that the teacher is shown
+
+log = structlog.get_logger()
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A line of `GET /v1/sessions`."""
+
+    id: str
+    policy: str
+
+
+class _Page(msgspec.Struct):
+    data: list[Listed]
+    has_more: bool
+
+
+class _Said(msgspec.Struct, frozen=True):
+    role: str
+    content: str
+
+
+class _Signal(msgspec.Struct, frozen=True):
+    kind: str
+    text: str = ""
+    labels: dict[str, float] = {}
+
+
+class _Reward(msgspec.Struct, frozen=True):
+    value: float
+    confidence: float
+
+
+class SessionTurn(msgspec.Struct, frozen=True):
+    """The fields of a turn that are read. Ids are there while its answer is stored."""
+
+    name: str
+    policy: str
+    text: str
+    finish_reason: str
+    messages: list[_Said]
+    signals: list[_Signal] = []
+    reward: _Reward | None = None
+    prompt_ids: tuple[int, ...] = ()
+    completion_ids: tuple[int, ...] = ()
+
+
+class _Session(msgspec.Struct):
+    turns: list[SessionTurn]
+    has_more: bool
+
+
+class Lesson(NamedTuple):
+    """A turn to learn from: the prompt, and the prompt that the teacher gets."""
+
+    session: str
+    name: str
+    prompt_ids: tuple[int, ...]
+    teacher_ids: tuple[int, ...]
+    reply_ids: tuple[int, ...]  # that the teacher scores; (): it writes one first
+    most_tokens: int = 0  # of that
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+class _Written(msgspec.Struct):
+    choices: list[_Choice]
+
+
+async def hindsight(
+    api: HttpApi,
+    policy: str,
+    teacher: str,
+    top_k: int,
+    codec: TextCodec,
+    tokenizer_sha256: str,
+    *,
+    longest: int,
+    seed: int,
+) -> list[ScoredRow]:
+    """Rows of the stored sessions of a policy, scored by the teacher; SetupError when there is none."""
+    lessons, counts = await lessons_of(api, policy, codec)
+    written = await _written(api, teacher, lessons, longest, seed)
+    rows = [lesson for lesson in written if len(lesson.teacher_ids) + len(lesson.reply_ids) <= longest]
+    log.info("hindsight.lessons", policy=policy, rows=len(rows), **counts)
+    if len(rows) < 2:
+        told = ", ".join(f"{count} {name}" for name, count in counts.items())
+        raise SetupError(
+            f"the sessions of {policy} at {api.url} hold fewer than two lessons ({told}): rewards come from "
+            "/v1/feedback and from --judge-model"
+        )
+    done = await scored(api, teacher, top_k, [_group(lesson) for lesson in rows], tokenizer_sha256)
+    return [
+        msgspec.structs.replace(row, prompt_ids=lesson.prompt_ids, held_out=is_held_out(lesson.session))
+        for row, lesson in zip(done, rows, strict=True)
+    ]
+
+
+async def lessons_of(api: HttpApi, policy: str, codec: TextCodec) -> tuple[list[Lesson], dict[str, int]]:
+    """Lessons of the newest sessions, and how many turns were what."""
+    lessons: list[Lesson] = []
+    counts = dict.fromkeys(("turns", "corrected", "edited", "content"), 0)
+    for session in await _sessions(api, policy):
+        try:
+            turns = await _turns(api, session)
+        except NotFoundError:  # it has expired meanwhile
+            continue
+        for turn in turns:
+            counts["turns"] += 1
+            kind, lesson = lesson_of(session, turn, codec)
+            if lesson is not None and turn.policy == policy:
+                counts[kind] += 1
+                lessons.append(lesson)
+    return lessons, counts
+
+
+def lesson_of(session: str, turn: SessionTurn, codec: TextCodec) -> tuple[str, Lesson | None]:
+    """The lesson of a turn, with what the user did; None when there is nothing to learn from it."""
+    reward, prompt, reply = turn.reward, turn.prompt_ids, turn.completion_ids
+    if reward is None or reward.confidence < LEAST_CONFIDENCE or not prompt or not reply:
+        return "", None
+    edited = next((signal.text for signal in turn.signals if signal.kind == "edit"), "")
+    if edited and edited.strip() != turn.text.strip():
+        hinted = hinted_ids(codec, turn, f"Reply exactly: {edited}")
+        ended = reply[-1:] if turn.finish_reason == "stop" else ()
+        ids = (*codec.encode(codec.without_special(edited), False), *ended)
+        return "edited", Lesson(session, turn.name, prompt, hinted, ids) if hinted else None
+    if reward.value >= CONTENT and turn.finish_reason == "stop":
+        return "content", Lesson(session, turn.name, prompt, prompt, reply)
+    correction = next((signal.text for signal in turn.signals if signal.kind == "next_message"), "")
+    hinted = hinted_ids(codec, turn, correction) if correction and reward.value < CORRECTED else ()
+    if not hinted:
+        return "", None
+    return "corrected", Lesson(session, turn.name, prompt, hinted, (), max(LEAST_TOKENS, LONGER * len(reply)))
+
+
+def hinted_ids(codec: TextCodec, turn: SessionTurn, correction: str) -> tuple[int, ...]:
+    """The turn's prompt with the correction after the user's last message; () when that is not found in it.
+
+    Special tokens spelled in the correction are taken out: it cannot end the user's message.
+    """
+    said = next((each.content for each in reversed(turn.messages) if each.role == "user"), "").strip()
+    text = codec.decode(turn.prompt_ids, False)
+    before, found, after = text.rpartition(said) if said else ("", "", "")
+    if not found:
+        return ()
+    hint = HINT.format(said=said, correction=codec.without_special(correction).strip())
+    return tuple(codec.encode(before + hint + after, False))
+
+
+def is_held_out(session: str) -> bool:
+    """True for the sessions that versions are compared on."""
+    return hashlib.sha256(session.encode()).digest()[0] % HELD_OUT == 0
+
+
+async def _sessions(api: HttpApi, policy: str) -> list[str]:
+    found: list[str] = []
+    after, more = "", True
+    while more and len(found) < MOST_SESSIONS:
+        page = await api.call("GET", "/v1/sessions", _Page, after=after, limit=100)
+        found += [each.id for each in page.data if each.policy == policy]
+        more, after = page.has_more and bool(page.data), page.data[-1].id if page.data else ""
+    return found[:MOST_SESSIONS]
+
+
+async def _turns(api: HttpApi, session: str) -> list[SessionTurn]:
+    turns: list[SessionTurn] = []
+    after, more = "", True
+    while more:
+        page = await api.call("GET", f"/v1/sessions/{session}", _Session, tokens="true", after=after, limit=64)
+        turns += page.turns
+        more, after = page.has_more, page.turns[-1].name if page.turns else ""
+    return turns
+
+
+async def _written(api: HttpApi, teacher: str, lessons: Sequence[Lesson], longest: int, seed: int) -> list[Lesson]:
+    """The lessons with the teacher's own replies where they had none, left out if the teacher did not end them."""
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(at: int, lesson: Lesson) -> Lesson | None:
+        if lesson.reply_ids:
+            return lesson
+        most = min(lesson.most_tokens, longest - len(lesson.teacher_ids))
+        if most < 1:
+            return None
+        sampling: dict[str, Any] = {
+            "max_tokens": most, "temperature": TEMPERATURE, "seed": derived_seed(seed, at) % 2**31
+        }  # fmt: skip
+        body = {"model": teacher, "token_ids": lesson.teacher_ids, "sampling_params": sampling}
+        async with room:
+            (choice,) = (await api.call("POST", "/inference/v1/generate", _Written, body)).choices
+        return lesson._replace(reply_ids=tuple(choice.token_ids)) if choice.finish_reason == "stop" else None
+
+    done = await asyncio.gather(*(one(at, lesson) for at, lesson in enumerate(lessons)))
+    return [lesson for lesson in done if lesson is not None and lesson.reply_ids]
+
+
+def _group(lesson: Lesson) -> SampleGroup:
+    zeros = (0,) * len(lesson.reply_ids)
+    sample = Sample(lesson.reply_ids, tuple(map(float, zeros)), (True,) * len(zeros), zeros, 0.0)
+    return SampleGroup(lesson.name, lesson.teacher_ids, (sample,))
