@@ -37,7 +37,6 @@ def host(name: str, *held: HeldModel, offers: tuple[str, ...] = (MODEL,)) -> Hos
     )
 
 
-@pytest.mark.cluster
 async def test_an_entry_is_known_by_its_name_and_its_aliases(store: CatalogueStore) -> None:
     await store.put(BIG)
     await store.put(ENTRY)
@@ -116,7 +115,6 @@ async def test_a_host_hears_that_redis_has_lost_the_catalogue(redis: Redis, stor
     assert not (await store.beat(host("h1"))).has_catalogue
 
 
-@pytest.mark.cluster
 async def test_hosts_are_there_while_their_hearts_beat(redis: Redis, store: CatalogueStore) -> None:
     held = HeldModel(MODEL, "ready", load_s=1.5, worker="w1")
     await store.beat(host("h2"))

@@ -101,7 +101,6 @@ async def test_a_request_for_a_cold_model_waits_until_it_is_loaded(host: Host, s
 
 STREAMS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", CHAT, "[DONE]"),
-    ("/v1/completions", {"model": MODEL, "prompt": "say"}, "[DONE]"),
     ("/v1/responses", {"model": MODEL, "input": "say"}, "response.completed"),
     ("/v1/messages", {**CHAT, "max_tokens": 9}, "message_stop"),
     ("/inference/v1/generate", {"model": MODEL, "token_ids": [5, 6], "sampling_params": {}}, "[DONE]"),

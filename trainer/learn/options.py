@@ -223,7 +223,7 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
     teacher: str = Field(
         default="",
         description="mode distill: the teacher, a model or NAME@VERSION that the ring serves; mode rl: it scores the "
-        "samples of each batch; or self: the policy, told each task's hint",
+        "samples of each batch; or self: the policy, with each task's hint in its prompt",
     )
     teacher_coefficient: float = Field(
         default=1.0, gt=0, description="mode rl with a teacher: factor on log pi_teacher - log mu, a token's advantage"

@@ -32,7 +32,9 @@ class PlacementRules:
     """Settings of an operator, the same on all hosts except `idle_s`."""
 
     batch_turn_s: float = 120.0  # after so long any waiting model is overdue: busy models give way to it
-    hold: float = 3.0  # a busy model stays for so many times the longer of its load and of its successor's
+    hold: float = (
+        3.0  # a busy model stays for so many times the longer of its load and its successor's, at most batch_turn_s
+    )
     idle_s: float = 0.0  # without a request for so long a model is unloaded; 0: when its memory is wanted
     patience_s: float = 5.0  # after each so long the next best host may load a model that the best one has not
     retry_s: float = 60.0  # after a failed load, until the host tries it again
@@ -316,14 +318,17 @@ class _Planner:
         return entry is not None and entry.pinned and host.id <= min(self._ready.get(held.name, (host.id,)))
 
     def _may_evict(self, want: Want, host: HostStatus, held: HeldModel, busy: int) -> bool:
-        load_s = self._load_s(held.name, host)
         if busy == IDLE:
-            return want.due or _idle_s(host, held) > self._rules.hold * load_s
-        hold_s = self._rules.hold * max(load_s, self._load_s(want.model, host))
-        if not want.due or _age_ms(host, held.since_ms) < 1000 * hold_s:
+            return want.due or _idle_s(host, held) > self._rules.hold * self._load_s(held.name, host)
+        if not want.due or _age_ms(host, held.since_ms) < self._hold_ms(want, host, held):
             return False
         entry = self._models.entries.get(held.name)
         return want.overdue or busy == BATCH or entry is None or entry.priority <= want.priority
+
+    def _hold_ms(self, want: Want, host: HostStatus, held: HeldModel) -> int:
+        """Time that a busy model stays, even where its load took minutes on a machine with much else to do."""
+        load_s = max(self._load_s(held.name, host), self._load_s(want.model, host))
+        return round(1000 * min(self._rules.hold * load_s, self._rules.batch_turn_s))
 
     def _loss_s(self, host: HostStatus, held: HeldModel) -> float:
         """Expected cost of an eviction: idle for t, it is asked for within SOON_S with chance SOON_S / (SOON_S + t)."""
@@ -360,9 +365,8 @@ class _Planner:
             if each.state == "unloading" and each.name not in host.gone:
                 turns.append((self._now, each.need_bytes))
             elif each.state in ("ready", *LOADING) and each.name not in host.gone and not self._stays(status, each):
-                hold_s = self._rules.hold * max(self._load_s(each.name, status), self._load_s(want.model, status))
                 began = self._now - (_age_ms(status, each.since_ms) if each.state == "ready" else 0)
-                turns.append((began + round(1000 * hold_s), each.need_bytes))
+                turns.append((began + self._hold_ms(want, status, each), each.need_bytes))
         need, free, slots, at = self._need(want.model, status), host.free, host.slots, self._now
         for end, bytes_ in sorted(turns):
             if free >= need and slots >= 1:

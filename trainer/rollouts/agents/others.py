@@ -14,10 +14,10 @@ from trainer.rollouts.agents.environment import Agent
 
 
 class Verifiers(Agent):
-    """An environment of verifiers, of its 0.4 and later: a taskset, with the environment that plays it."""
+    """An environment of verifiers: a taskset of its 0.4, or a package of Prime's hub that was made for its 0.1."""
 
     def __init__(self, env: Mapping[str, Any], *, python: str = "", **options: Any) -> None:
-        """`env`: its configuration, verifiers' block `[env]`."""
+        """`env`: its configuration, verifiers' block `[env]`; for 0.1 `id` of the package, and `args`."""
         super().__init__(_program("verifiers", python, json.dumps(dict(env))), serves=True, **options)
 
 
