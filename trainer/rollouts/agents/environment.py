@@ -1,15 +1,16 @@
 """An agent's program as an environment: it asks, the policy answers, and what it came to is the reward.
 
-    --task trainer.rollouts.agents.environment:Agent --task-options '{"command": ["python", "agent.py"]}' --max-turns 8
+    --task trainer.rollouts.agents.environment:Agent --max-turns 8
+    --task-options '{"command": ["python", "examples/sums_agent.py"]}'
 
 The first conversation that the program begins is what is learned from: its messages are the prompt, the policy's
 answers are the actions, and what the program puts after an answer (a tool's result, a user's turn) comes between them
 and stays out of the loss. A request that does not continue that conversation (a sub-agent, a compaction, a judge) is
 answered by `side_policy` through the queue, too, and is not learned from.
 
-Invariant. `reset` and `step` may be called in another process, or twice (own_code.py): `info` holds the task and all
-answers so far, so that a run that is not here is played again from its beginning. Programs must ask the same after the
-same answers; one that does not loses its sample.
+Invariant. `reset` and `step` may be called in another process, or twice (trainer/rollouts/own_code.py): `info` holds
+the task and all answers so far, so that a run that is not here is played again from its beginning. Programs must ask
+the same after the same answers; one that does not loses its sample.
 """
 
 import asyncio
@@ -22,10 +23,11 @@ from typing import Any
 from shared.errors import SetupError
 from shared.jobs import Message
 from trainer.rollouts.agents.endpoint import Call, Feedback, ModelEndpoint
-from trainer.rollouts.agents.program import OncePerEpisode, Program, Rewarding, ServingProgram
+from trainer.rollouts.agents.program import AgentError, OncePerEpisode, Program, Rewarding, ServingProgram
 from trainer.rollouts.agents.runs import AgentRun
 from trainer.rollouts.environments import Observation, Outcome, Question
 
+TRIES = 3  # of a task's first question: an error there ends the trainer's run
 IDLE_S = 900.0  # a run whose question has not been answered for so long is ended: its sample was given up
 
 
@@ -70,7 +72,13 @@ class Agent:
 
     async def reset(self, index: int) -> Observation:
         """The first question of the task's run."""
-        run, call = await self._begun(index)
+        for tries in range(TRIES):
+            try:
+                run, call = await self._begun(index)
+                break
+            except AgentError:
+                if tries + 1 == TRIES:
+                    raise
         if index in self._fresh:
             self._end(self._fresh.pop(index))
         self._fresh[index] = run

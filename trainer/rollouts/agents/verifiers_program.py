@@ -92,17 +92,18 @@ async def taskset(given: dict[str, Any]) -> AsyncIterator[Play]:
 @contextlib.asynccontextmanager
 async def of_the_hub(given: dict[str, Any]) -> AsyncIterator[Play]:
     """A package with `load_environment`, for 0.1."""
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, Timeout
 
     env = classic.load_environment(given["id"], **(given.get("args") or {}))
     rows = env.get_dataset()
 
     async def play(episode: dict[str, Any]) -> dict[str, Any]:
         row = dict(rows[episode["task"] % len(rows)])
-        async with AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"], max_retries=0) as client:
+        place = {"base_url": episode["base_url"], "api_key": episode["api_key"]}
+        async with AsyncOpenAI(**place, max_retries=0, timeout=Timeout(None, connect=60)) as client:
             state = await env.rollout(row, client, "policy", {})
-        if state.get("error") is not None:
-            raise RuntimeError(f"the rollout failed: {state['error']!r}")
+        if (error := state.get("error")) is not None:
+            raise RuntimeError(f"the rollout failed: {error!r}, {error.__cause__!r}")
         await env.rubric.score_rollout(state)
         return {"reward": state["reward"], "components": state.get("metrics") or {}}
 
