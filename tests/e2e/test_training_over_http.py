@@ -26,7 +26,7 @@ from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpSource
 from trainer.rollouts.groups import RolloutRequest
 from trainer.runs.metrics import read
-from trainer.runs.teacher import scored
+from trainer.runs.distillation.teacher import scored
 
 KEY = "a-key-that-is-long-enough"
 RECIPE = (

@@ -26,7 +26,7 @@ from trainer.learn.policy import Policy
 from trainer.learners.distilling import DistillLearner, ScoredRow
 from trainer.ring.http_client import HttpApi
 from trainer.ring.join import Way
-from trainer.runs.distilling import DistillRun
+from trainer.runs.distillation.distilling import DistillRun
 from trainer.settings import TrainSettings
 from trainer.state import RunState
 
@@ -161,7 +161,7 @@ async def test_a_student_comes_nearer_to_its_teacher_whose_scores_are_asked_for_
         logprobs = tuple((-0.01, *each) for each in row.top_logprobs)
         return msgspec.structs.replace(row, top_ids=ids, top_logprobs=logprobs, top_k=top_k)
 
-    monkeypatch.setattr("trainer.runs.distilling.scored", scored)
+    monkeypatch.setattr("trainer.runs.distillation.distilling.scored", scored)
     for name in ("whole", "pieces"):
         (tmp_path / name).mkdir()
     asking: dict[str, Any] = {"mode": "distill", "teacher": "t@1", "connect_to": "127.0.0.1:1", "steps": 12}
@@ -195,7 +195,7 @@ async def test_held_out_rows_may_be_a_data_set_of_their_own(tmp_path: Path, monk
     async def scored(api: HttpApi, name: str, top_k: int, rows: Sequence[SampleGroup], tokenizer: str) -> Any:
         return score(tiny.model, rows, name)
 
-    monkeypatch.setattr("trainer.runs.distilling.scored", scored)
+    monkeypatch.setattr("trainer.runs.distillation.distilling.scored", scored)
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "1+1=", "completion": "2"}\n')
     run = settings(tmp_path, mode="distill", teacher="t@1", connect_to="b:1", steps=1, held_out_dataset=other)

@@ -19,7 +19,7 @@ from shared.signals import (
     rewards_of,
 )
 from tests.unit.api_texts import EOS, codec, ids
-from trainer.runs.hindsight import SessionTurn, is_held_out, lesson_of
+from trainer.runs.distillation.hindsight import SessionTurn, is_held_out, lesson_of
 
 SURE = {"accept": {"accept": 1.0}, "correction": {"correction": 1.0}}
 

@@ -13,7 +13,7 @@ from tests.unit.own_code import HARD
 from tests.waiting import HANG_S, wait_until
 from trainer.rollouts import own_code
 from trainer.rollouts.environments import Observation
-from trainer.rollouts.own_code import (
+from trainer.rollouts.own.own_code import (
     TOGETHER,
     BlockedError,
     OwnCodeError,

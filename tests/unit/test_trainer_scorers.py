@@ -6,7 +6,7 @@ import pytest
 
 from shared.errors import SetupError
 from trainer.rollouts.environments import load_class, read_jsonl
-from trainer.rollouts.own_code import OwnCodeError
+from trainer.rollouts.own.own_code import OwnCodeError
 from trainer.rollouts.scorers import Judges, open_scorer
 
 NOBODY = cast(Judges, None)  # no judge is asked

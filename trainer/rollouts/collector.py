@@ -19,7 +19,7 @@ from shared.errors import ParallmError, SetupError, UnknownAdapterError
 from trainer.rollouts.curriculum import Curriculum
 from trainer.rollouts.episodes import Episodes
 from trainer.rollouts.groups import IndexedSource, Lag, RolloutGroup
-from trainer.rollouts.own_code import BlockedError
+from trainer.rollouts.own.own_code import BlockedError
 from trainer.rollouts.pacing import Pace, StaleWatch
 from trainer.state import CurriculumBooks
 

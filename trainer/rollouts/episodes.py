@@ -22,8 +22,8 @@ from trainer.rollouts.environments import (
     wrong_with_question,
 )
 from trainer.rollouts.groups import RolloutGroup, RolloutRequest, RolloutSource
-from trainer.rollouts.own_code import OwnCodeError
-from trainer.rollouts.own_process import blamed
+from trainer.rollouts.own.own_code import OwnCodeError
+from trainer.rollouts.own.own_process import blamed
 from trainer.rollouts.teaching import Teaching
 
 MOST_QUESTIONS = 16  # to other policies, after one reply

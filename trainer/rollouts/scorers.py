@@ -3,7 +3,7 @@
 Rewards are those of shared/rewards/kinds.py: functions run in processes of their own here, so that a completion that
 makes one hang or crash costs its own sample, not the run; a judge and a likelihood are asked of the ring's workers.
 A function named `package.module:function` is called as `function(completion, reference, **options)` in a process of its
-own (trainer/rollouts/own_code.py), may be async, and gives a number or a number with named components.
+own (trainer/rollouts/own/own_code.py), may be async, and gives a number or a number with named components.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from shared.scoring.score import Models, SampleScorer
 from shared.scoring.served import ServedRewards
 from shared.trajectories import Reward
 from trainer.rollouts.environments import Scored, Scorer
-from trainer.rollouts.own_code import OwnFunction
+from trainer.rollouts.own.own_code import OwnFunction
 
 
 class Judges(Models, Protocol):

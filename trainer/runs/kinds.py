@@ -12,7 +12,7 @@ from trainer.learners.shared_member import RunMember, take_part
 from trainer.runs import stopping
 from trainer.runs.agents import Agents, train_agents
 from trainer.runs.data import DataRun, train_on_data
-from trainer.runs.distilling import DistillRun
+from trainer.runs.distillation.distilling import DistillRun
 from trainer.runs.heads import HeadRun
 from trainer.runs.loop import TrainLoop
 from trainer.runs.ppo import PpoRun, train_network

@@ -1,6 +1,6 @@
 """The environments that networks learn in: ours, by name, and the user's own (`--task package.module:Class`).
 
-One of the user's lives in a process of its own (trainer/rollouts/own_code.py). What it does wrong ends the run and is
+One of the user's lives in a process of its own (trainer/rollouts/own/own_code.py). What it does wrong ends the run and is
 named with its line. Where somebody else has ended that process, its episodes count as cut off, and new ones begin; so
 often in a row that nothing is played any more, that ends the run, too.
 """
@@ -16,8 +16,8 @@ import structlog
 
 from shared.errors import ParallmError, SetupError
 from trainer.rollouts.cart_pole import CartPole, CopiesStep, Floats
-from trainer.rollouts.own_code import LostEpisodesError, OwnCodeError, OwnCopies
-from trainer.rollouts.own_messages import Played, Space
+from trainer.rollouts.own.own_code import LostEpisodesError, OwnCodeError, OwnCopies
+from trainer.rollouts.own.own_messages import Played, Space
 from trainer.settings import TrainSettings
 
 log = structlog.get_logger()

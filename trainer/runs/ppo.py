@@ -35,7 +35,7 @@ from trainer.learners.ppo import PpoLearner, PpoLearnerOptions, PpoStepReport
 from trainer.ring.board import RingBoard
 from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpBoard, HttpSink
-from trainer.rollouts.own_messages import Space
+from trainer.rollouts.own.own_messages import Space
 from trainer.runs.acting import Actor, Player, evaluate
 from trainer.runs.metrics import append, cut, totals_of
 from trainer.runs.numeric_environments import Environments, open_environments, our_space

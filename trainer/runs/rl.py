@@ -16,7 +16,7 @@ from trainer.ring.join import way_to_ring
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import ArithmeticEnvironment, DatasetEnvironment, Environment, Scorer, read_jsonl
 from trainer.rollouts.held_out import BothScorers
-from trainer.rollouts.own_code import OwnCode, OwnEnvironment, alerts_of
+from trainer.rollouts.own.own_code import OwnCode, OwnEnvironment, alerts_of
 from trainer.rollouts.pictures import ChatPictures
 from trainer.rollouts.scorers import Judges, check_judges, open_scorer
 from trainer.rollouts.sight import sight_of

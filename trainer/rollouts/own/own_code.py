@@ -27,7 +27,7 @@ from shared.jobs import Message
 from shared.process.call_process import CallProcess, LostProcessError
 from shared.training import AlertKind
 from trainer.rollouts.environments import Observation, Outcome, Scored
-from trainer.rollouts.own_messages import (
+from trainer.rollouts.own.own_messages import (
     ActCall,
     CodeAnswer,
     CodeCall,
@@ -44,7 +44,7 @@ from trainer.rollouts.own_messages import (
     encode,
     packed,
 )
-from trainer.rollouts.own_process import NOTE
+from trainer.rollouts.own.own_process import NOTE
 
 log = structlog.get_logger()
 

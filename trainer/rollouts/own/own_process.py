@@ -1,4 +1,4 @@
-"""`python -m trainer.rollouts.own_process`: runs a reward or an environment of the user's own (own_code.py starts it).
+"""`python -m trainer.rollouts.own.own_process`: runs a reward or an environment of the user's own (own_code.py starts it).
 
 Calls run beside one another in an event loop, as they would in the trainer's. While one blocks the loop, no sign of
 life is given: after the time of a call, a timer that needs neither the loop nor the interpreter writes down where it
@@ -32,7 +32,7 @@ from trainer.rollouts.environments import (
     load_class,
     load_object,
 )
-from trainer.rollouts.own_messages import (
+from trainer.rollouts.own.own_messages import (
     CodeAnswer,
     CodeCall,
     CodeFailure,

@@ -25,7 +25,7 @@ from shared.text.codec import TextCodec
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learners.distilling import ScoredRow
 from trainer.ring.http_client import HttpApi
-from trainer.runs.teacher import AT_ONCE, scored
+from trainer.runs.distillation.teacher import AT_ONCE, scored
 
 CORRECTED, CONTENT = 0.4, 0.6
 LEAST_CONFIDENCE = 0.1

@@ -20,8 +20,8 @@ from trainer.learners.lines import Data, hold_out
 from trainer.learners.tuning_examples import TuningExamples, read_examples
 from trainer.ring.http_client import HttpApi
 from trainer.runs.data import options_of
-from trainer.runs.hindsight import hindsight
-from trainer.runs.teacher import FILE, read_kept, scored
+from trainer.runs.distillation.hindsight import hindsight
+from trainer.runs.distillation.teacher import FILE, read_kept, scored
 from trainer.runs.tuning import RowRun
 from trainer.versions.checkpoint import write_whole
 

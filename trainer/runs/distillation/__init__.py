@@ -1,0 +1,5 @@
+"""Runs that learn from a teacher's probabilities.
+
+`distilling.py` is the run, `teacher.py` asks for the scores, and `hindsight.py` reads what sessions teach: the model
+that is given a correction teaches the model without it.
+"""
