@@ -1,11 +1,14 @@
 """What signals come to: chances of labels by verdicts, rewards of turns, lessons for a trainer."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from shared.episodes import EpisodePlace, JoinedTurn, Turn
+from shared.errors import SetupError
 from shared.signals import (
     DECAY,
     FACT,
@@ -20,6 +23,7 @@ from shared.signals import (
 )
 from tests.unit.api_texts import EOS, codec, ids
 from trainer.runs.hindsight import SessionTurn, is_held_out, lesson_of
+from trainer.settings import TrainSettings
 
 SURE = {"accept": {"accept": 1.0}, "correction": {"correction": 1.0}}
 
@@ -105,6 +109,15 @@ def test_an_edited_reply_and_one_that_was_liked_are_lessons_as_they_are() -> Non
 )
 def test_a_turn_that_teaches_nothing_is_no_lesson(given: SessionTurn) -> None:
     assert lesson_of("s", given, codec(), "no")[1] is None
+
+
+def test_sessions_are_a_data_set_of_distilling_that_may_wait_for_the_night() -> None:
+    asked: dict[str, Any] = {"dataset": Path("sessions:policy"), "teacher": "tiny", "connect_to": "127.0.0.1:8000"}
+    TrainSettings(mode="distill", learn_when="idle,23:00-07:00", **asked).check()
+    with pytest.raises(SetupError, match="what sessions teach is for --mode distill"):
+        TrainSettings(mode="sft", **asked | {"teacher": ""}).check()
+    with pytest.raises(SetupError, match="is read through an api"):
+        TrainSettings(mode="dpo", **asked | {"teacher": "", "dataset": Path("feedback:p"), "connect_to": ""}).check()
 
 
 def test_sessions_are_held_out_as_a_whole_and_always_alike() -> None:
