@@ -122,7 +122,7 @@ clients: setup
 	mkdir -p .clients-npm && cp tests/clients/npm/package.json .clients-npm
 	PATH="$(CURDIR)/.venv-coding/bin:$$PATH" npm install --prefix .clients-npm --no-audit --no-fund --loglevel=error
 	PATH="$(CURDIR)/.venv-coding/bin:$$PATH" $(BIN)/python -m tests.clients --python .venv-clients/bin/python \
-	  --node .clients-npm openai_node ollama_node
+	  --node .clients-npm openai_node ollama_node loops_ai_sdk
 	$(BIN)/python -m tests.clients.agents --path .venv-coding/bin --path .clients-npm/node_modules/.bin
 	$(if $(WEBUI),test -x .venv-webui/bin/python || $(BIN)/python -m venv .venv-webui)
 	$(if $(WEBUI),.venv-webui/bin/python -m pip install --quiet --disable-pip-version-check \

@@ -72,7 +72,7 @@ class NotedRoutes:
                 model(mx.array(_TRIAL))
                 self.counts = tuple(self._of(each, 2, 3).shape[-1] for each in self._followed)
         except Exception as error:
-            raise UnsupportedModelError(f"{_family(model)} does not tell its experts by token: {error}") from error
+            raise UnsupportedModelError(f"{_family(model)} has no list of experts for each token: {error}") from error
         if not mixtures:
             raise UnsupportedModelError("this model is no mixture of experts")
 

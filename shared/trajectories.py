@@ -61,6 +61,7 @@ class Trajectory(msgspec.Struct, frozen=True, omit_defaults=True):
     drawn: Drawing | None = None  # None: from the model's own distribution
     images: tuple[ImageRef, ...] = ()  # of the prompt
     image_token: int = 0  # that stands for each vector of them
+    teacher_logprobs: tuple[float, ...] = ()  # a teacher's, of each completion token
     routes: bytes = b""  # experts that each completion token was computed with (base64 in JSON): TokenEvent.routes
 
 

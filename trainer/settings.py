@@ -31,6 +31,7 @@ from trainer.learn.options import (
     RatioBase,
     Schedule,
     ScheduleName,
+    TeachingOptions,
 )
 from trainer.loggers.choice import LoggerSettings
 from trainer.rollouts.atropos import Registration
@@ -367,6 +368,7 @@ class TrainSettings(
         if self.mode == "rl":
             self.check_loss(self.loss, self.group_size, self.advantage_scale)
             self._check_tasks()
+            self._check_teaching()
             self.check_held_out()
             self.check_curriculum(self.task, self.source, self.atropos_url)
         self.check_loggers()
@@ -406,6 +408,19 @@ class TrainSettings(
             if name == "task_count":
                 need = "--task arithmetic, jsonl or gsm8k, or a --curriculum"
             raise SetupError(f"--{name.replace('_', '-')} has no use with --task {self.task}: it goes with {need}")
+
+    def _check_teaching(self) -> None:
+        if not self.teacher:
+            for name in ("teacher_coefficient", "reward_coefficient"):
+                if getattr(self, name) != 1:
+                    raise SetupError(f"--{name.replace('_', '-')} goes with a --teacher")
+            return
+        if self.loss in ("ppo", "gspo"):
+            raise SetupError(f"--teacher gives each token an advantage, which --loss {self.loss} has no use for")
+        if self.over_http or self.atropos_url or self.source != "prompts":
+            raise SetupError("--teacher scores samples of the run's own prompts, over the ring's Redis")
+        if drawing_of(self.sampling()) is not None:
+            raise SetupError("--teacher compares the models' own probabilities: leave temperature 1, without filters")
 
     def cautions(self) -> list[str]:
         """Warnings of settings that are allowed and seldom meant, for the log."""
@@ -458,6 +473,7 @@ class TrainSettings(
             value=self.value_options(self.loss, self.learning_rate, self.advantage_scale),
             schedule=schedule,
             ratio=self.ratio,
+            teaching=TeachingOptions(self.teacher_coefficient, self.reward_coefficient),
             routing_replay=self.routing_replay,
             minibatches=self.minibatches,
             epochs=self.update_epochs or 1,

@@ -8,6 +8,7 @@ import typer
 
 from api.cli.client import DEFAULT_URL
 from api.cli.console import ApiKey, Json, Url, ask, call, fail, out, print_json, print_rows, segment, show_text
+from api.ops.ring_view import size
 
 app = typer.Typer(help="Models: those that requests may name, and the catalogue of those that hosts load on demand.")
 
@@ -160,12 +161,12 @@ def _state(model: dict[str, Any]) -> str:
 def _row(model: dict[str, Any]) -> tuple[str, ...]:
     facts = model["catalogue"] or {}
     hosts = ", ".join(f"{place['host']} ({place['state']})" for place in facts.get("hosts", ()))
-    size = facts.get("size_bytes", 0)
+    nbytes = facts.get("size_bytes", 0)
     return (
         model["id"],
         _state(model),
         hosts or "-",
-        f"{size / 1e9:.2f} GB" if size else "-",
+        size(nbytes) if nbytes else "-",
         str(model["context_length"] or "-"),
         "yes" if facts.get("pinned") else "-",
         str(facts.get("priority", "-")),

@@ -70,6 +70,7 @@ async def _watch(url: str, api_key: str, interval: float) -> None:
 
 def view(ring: RingSnapshot) -> RenderableType:
     parts: list[RenderableType] = [_head(ring), "", _workers(ring), "", _queues(ring)]
+    parts[2:2] = [_models(ring), ""] if ring.catalogue else []
     for table, has_rows in ((_jobs, ring.jobs), (_adapters, ring.adapters), (_trainings, ring.trainings)):
         parts += ["", table(ring)] if has_rows else []
     return Group(*parts)
@@ -124,6 +125,20 @@ def _workers(ring: RingSnapshot) -> Table:
         )
     if not ring.workers:
         table.add_row("[red]no live worker[/]")
+    return table
+
+
+def _models(ring: RingSnapshot) -> Table:
+    table = _table("model", "state", "on", "waiting>", "running>")
+    for model in ring.catalogue:
+        on = (f"{place.host} ({place.state} {place.progress:.0%})" for place in model.places)
+        table.add_row(
+            escape(model.name),
+            _state(model.state),
+            escape(", ".join(on) or model.why),
+            str(sum(model.waiting.values())),
+            str(model.running),
+        )
     return table
 
 

@@ -70,6 +70,7 @@ class PlaceBody(RequestModel):
 async def add_model(body: NewModel, ring: TheRing) -> Model:
     """Hosts that have its files, or may fetch them, load it when a request needs it; 409 for a name that is taken."""
     name = body.name or short_name(body.source)
+    await _check_aliases(ring, body.aliases)
     entry = CatalogueEntry(name, body.source, sha256=body.sha256, added_ms=time.time_ns() // 1_000_000)
     await ring.catalogue.put(body.applied(entry), new=True)
     return await _shown(ring, name)
@@ -78,6 +79,7 @@ async def add_model(body: NewModel, ring: TheRing) -> Model:
 @router.patch("/v1/models/{name:path}", summary="Change a model", responses=error_responses(400, 404, 409))
 async def change_model(name: Name, body: ModelChange, ring: TheRing) -> Model:
     """Aliases, pin, priority, time to unload and options; new options count from the next load on."""
+    await _check_aliases(ring, body.aliases)
     entry = await ring.catalogue.change(name, body.applied)
     return await _shown(ring, entry.name)
 
@@ -120,6 +122,14 @@ async def unload_model(body: PlaceBody, response: Response, ring: TheRing) -> Mo
         await ring.catalogue.order("unload", entry.name, each)
     response.status_code = 202 if holding else 200
     return await _shown(ring, entry.name)
+
+
+async def _check_aliases(ring: Ring, aliases: list[str] | None) -> None:
+    """ConflictError for one that is the name of a model that workers serve, or have served: it would change its meaning
+    when they come and go."""
+    for alias in aliases or ():
+        if alias in await ring.registry.names():
+            raise ConflictError(f"'{alias}' is the name of a model that workers serve, or have served", param="aliases")
 
 
 async def _entry(ring: Ring, name: str) -> CatalogueEntry:

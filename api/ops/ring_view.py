@@ -9,6 +9,7 @@ from shared.jobs import JobStatus
 from shared.learners import ServiceCard
 from shared.redis.adapters.catalog import AdapterSummary
 from shared.redis.processes.worker_registry import WorkerStatus
+from shared.sequences import SequenceClass
 from shared.training import TrainerStatus
 
 
@@ -70,6 +71,28 @@ class AdapterView(msgspec.Struct, frozen=True):
     loaded: dict[str, int]  # worker -> version
 
 
+class PlaceView(msgspec.Struct, frozen=True):
+    """A host that holds a model, or loads it."""
+
+    host: str  # the machine
+    state: str
+    progress: float  # of a download or a load
+    need_bytes: int
+
+
+class ModelView(msgspec.Struct, frozen=True):
+    """A model of the catalogue."""
+
+    name: str
+    state: str
+    pinned: bool
+    size_bytes: int  # of its weights; 0: not known
+    places: list[PlaceView]
+    waiting: dict[SequenceClass, int]
+    running: int
+    why: str  # no host can load it
+
+
 class TrainingView(msgspec.Struct, frozen=True):
     """State of a policy's training on the first page."""
 
@@ -94,4 +117,5 @@ class RingSnapshot(msgspec.Struct, frozen=True):
     tokens_per_s: float  # decoded, over the last heartbeats
     history: list[RingSample] = []
     services: list[ServiceCard] = []  # training services that live, one of each model
+    catalogue: list[ModelView] = []
     troubles: list[str] = []  # processes that end again and again, or have not begun: a model is downloaded

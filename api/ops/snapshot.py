@@ -13,8 +13,18 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from api.ops.ring_history import RingHistory
-from api.ops.ring_view import AdapterView, QueueView, RedisInfo, RingSample, RingSnapshot, TrainingView
-from api.ring.ring import Ring, ring_of
+from api.ops.ring_view import (
+    AdapterView,
+    ModelView,
+    PlaceView,
+    QueueView,
+    RedisInfo,
+    RingSample,
+    RingSnapshot,
+    TrainingView,
+)
+from api.ring.cold_models import obstacle, state_of
+from api.ring.ring import SERVING, Ring, ring_of
 from shared.errors import UnknownAdapterError
 from shared.redis import keys
 from shared.redis.connection.client import infos, server_time_ms
@@ -92,8 +102,31 @@ async def _read(ring: Ring) -> RingSnapshot:
         dead_letters=sum([await ring.redis.xlen(keys.dead_letters(name)) for name in names]),
         tokens_per_s=sum(worker.tokens_per_s for worker in workers),
         history=history,
+        catalogue=await _catalogue(ring, {worker.model for worker in workers if worker.state in SERVING}),
         troubles=[trouble.message for trouble in await ChildTroubles(ring.redis).read()],
     )
+
+
+async def _catalogue(ring: Ring, served: set[str]) -> list[ModelView]:
+    models = await ring.catalogue.read()
+    demand = await ring.catalogue.demand(models)
+    views = []
+    for name, entry in models.entries.items():
+        why_not = None if name in served else obstacle(models, entry)
+        view = ModelView(
+            name=name,
+            state="ready" if name in served else state_of(models, entry),
+            pinned=entry.pinned,
+            size_bytes=entry.size_bytes,
+            places=[
+                PlaceView(host.host, held.state, held.progress, held.need_bytes) for host, held in models.holding(name)
+            ],
+            waiting=demand[name].waiting,
+            running=sum(demand[name].running.values()),
+            why="" if why_not is None else why_not.reason,
+        )
+        views.append(view)
+    return views
 
 
 async def _redis(ring: Ring) -> RedisInfo:

@@ -40,7 +40,8 @@ def obstacle(models: RingModels, entry: CatalogueEntry) -> Obstacle | None:
         return Obstacle(f"a group of {entry.ranks} processes serves it, and none is running")
     if not offering:
         return Obstacle(
-            f"none of the {len(hosts)} hosts has the files of '{entry.source}', or may fetch them; see their logs"
+            f"none of the {len(hosts)} hosts offers '{entry.source}': a host offers the models of its --model flags, "
+            "and with --from-catalogue those of the catalogue that it has or may fetch"
         )
     fitting = [host for host in offering if host.offers[entry.name] <= (host.memory_bytes or float("inf"))]
     if not fitting:

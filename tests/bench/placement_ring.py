@@ -146,7 +146,7 @@ class Ring:
         *,
         seed: int = 0,
         entries: Mapping[str, CatalogueEntry] | None = None,
-        skew_ms: float = 0.0,
+        clocks_ms: float = 0.0,  # by which machines' clocks are off, at most
     ) -> None:
         self.models = {model.name: model for model in models}
         self.entries = dict(entries or {m.name: CatalogueEntry(m.name, m.name, size_bytes=m.size) for m in models})
@@ -155,7 +155,7 @@ class Ring:
         self.now = 0.0
         self._decide, self.rules = decide, rules
         self._random = random.Random(seed)
-        self._skew = {machine.id: self._random.uniform(-skew_ms, skew_ms) for machine in machines}
+        self._clocks = {machine.id: round(self._random.uniform(-clocks_ms, clocks_ms)) for machine in machines}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count(1)
         self._queues: dict[tuple[str, SequenceClass], deque[Request]] = {}
@@ -229,7 +229,7 @@ class Ring:
             return
         leaving = sum(each.held.need_bytes for each in host.children.values() if each.held.state == "unloading")
         self.tally.over_memory += host.free() + leaving < 0
-        facts, demand = self.facts(self._skew[host.machine.id]), self.demand()
+        facts, demand = self.facts(), self.demand()
         for decision in self._decide(facts, demand, host.machine.id, self.rules):
             if isinstance(decision, Load):
                 self._take_lease(host, decision)
@@ -238,28 +238,31 @@ class Ring:
         host.published = self._status(host)
 
     def _status(self, host: Host) -> HostStatus:
-        machine = host.machine
+        machine, clock = host.machine, self._clocks[host.machine.id]
         return HostStatus(
             id=machine.id,
             host=machine.id,
             pid=1,
-            heartbeat_ms=round(self.now),
+            heartbeat_ms=round(self.now) + clock,
             memory_bytes=machine.memory,
             free_bytes=host.free(),
             offers={model.name: model.size for model in self.models.values()},
-            held=tuple(self._held(child) for child in host.children.values()),
-            past=dict(host.past),
+            held=tuple(self._held(child, clock) for child in host.children.values()),
+            past={
+                name: PastModel(past.load_s, past.left_ms and past.left_ms + clock) for name, past in host.past.items()
+            },
         )
 
-    def _held(self, child: Child) -> HeldModel:
+    def _held(self, child: Child, clock: int) -> HeldModel:
+        held = child.held
         if child.rows:
-            child.held = msgspec.structs.replace(child.held, used_ms=round(self.now))
-        return child.held
+            child.held = held = msgspec.structs.replace(held, used_ms=round(self.now))
+        return msgspec.structs.replace(held, since_ms=held.since_ms + clock, used_ms=held.used_ms + clock)
 
-    def facts(self, skew_ms: float = 0.0) -> RingModels:
+    def facts(self) -> RingModels:
         """The facts, as a host reads them from Redis."""
         hosts = tuple(host.published for host in self.hosts.values() if host.published is not None)
-        return RingModels(round(self.now + skew_ms), self.entries, hosts, (), dict(self._leases), dict(self._loads))
+        return RingModels(round(self.now), self.entries, hosts, (), dict(self._leases), dict(self._loads))
 
     def demand(self) -> dict[str, ModelDemand]:
         found = {}

@@ -7,7 +7,8 @@ A script proves what its docstring says, and exits 0 when it holds. The load gen
 requirements file of its own (requirements-load.txt), and its script is skipped where it is not installed; so are those
 of openai-agents (requirements-agents.txt), a trainer with the packages of `--logger` (requirements-loggers.txt), and
 Open WebUI (requirements-webui.txt), Tinker's SDK (requirements-tinker.txt) and its cookbook
-(requirements-cookbook.txt), beside which a training service runs.
+(requirements-cookbook.txt), beside which a training service runs. Scripts named `loops_` run tool loops and typed
+answers against a worker that obeys (tests/clients/obedient.py), as no small model does.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.clients.scripted_model import MODEL as SCRIPTED
 from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 
 ALIASES = ("claude-*", "meta-llama/Llama-3.2-1B")  # names that a client insists on
@@ -46,12 +48,12 @@ APART = {
 }
 
 
-def run(script: Path, python: str, node: Path | None, url: str) -> bool:
+def run(script: Path, python: str, node: Path | None, url: str, model: str = MODEL) -> bool:
     """Whether the script passes; its output is shown when it does not."""
     environment = {
         **os.environ,
         "PARALLM_URL": url,
-        "PARALLM_MODEL_NAME": MODEL,
+        "PARALLM_MODEL_NAME": model,
         "PARALLM_MODEL_DIR": str(ROOT / "models" / MODEL),
         "PARALLM_EYES_DIR": str(ROOT / "models" / EYES),
         "HF_HUB_OFFLINE": "1",
@@ -80,6 +82,18 @@ def has(python: str, package: str) -> bool:
     """Whether an interpreter has a package."""
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     return subprocess.run([python, "-c", look], check=False).returncode == 0
+
+
+@contextlib.contextmanager
+def obedient(server: Ring) -> Iterator[None]:
+    """A worker that does what a chat says."""
+    process = Process.start("tests.clients.scripted_model", "--redis", server.redis_url, "--obey")
+    try:
+        process.wait_for_line("ready")
+        yield
+    finally:
+        process.popen.kill()
+        process.popen.wait()
 
 
 @contextlib.contextmanager
@@ -114,12 +128,18 @@ def main() -> int:
     chosen = [path for path in chosen if path not in absent]
     trains = any(path.stem.startswith("tinker_") for path in chosen)
     seeing = [path for path in chosen if path.stem.startswith("images_")]
+    looping = [path for path in chosen if path.stem.startswith("loops_")]
     with (
         tempfile.TemporaryDirectory() as folder,
         ring(Path(folder), *(f"--model-alias={name}={MODEL}" for name in ALIASES)) as server,
         beside(server, "trainer.service", MODEL, r"learners\.ready") if trains else contextlib.nullcontext(),
     ):
-        passed = [run(script, python, arguments.node, server.url) for script in chosen if script not in seeing]
+        passed = [
+            run(script, python, arguments.node, server.url) for script in chosen if script not in [*seeing, *looping]
+        ]
+        if looping:
+            with obedient(server):
+                passed += [run(script, python, arguments.node, server.url, SCRIPTED) for script in looping]
         if seeing:  # behind the others, which expect one model
             learns = any(path.stem == "images_tinker" for path in seeing)
             with (

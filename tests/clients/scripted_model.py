@@ -22,6 +22,7 @@ from shared.frames import Finish
 from shared.redis.connection.client import connect
 from shared.sequences import SequenceSpec
 from shared.text.codec import TokenizerBundle
+from tests.clients import obedient
 from tests.redis import scripted_worker
 from tests.redis.scripted_worker import Answer, ScriptedWorker
 from tests.unit.api_texts import bundle, codec
@@ -60,13 +61,15 @@ def card(shown: TokenizerBundle) -> Any:
 class Script:
     """Answers by what has been done so far, which the chat itself says."""
 
-    def __init__(self, folder: str, *, delegates: bool = False) -> None:
+    def __init__(self, folder: str, *, delegates: bool = False, obeys: bool = False) -> None:
         self._folder = folder  # of the repository
         self._delegates = delegates
+        self._obeys = obeys
         self._seen: list[tuple[int, ...]] = []  # prompts with their answers
 
     def __call__(self, spec: SequenceSpec) -> Answer:
-        text, cached = self._answer(json.loads(codec().decode(spec.prompt_ids))), self._common(spec.prompt_ids)
+        chat, cached = json.loads(codec().decode(spec.prompt_ids)), self._common(spec.prompt_ids)
+        text = obedient.answer(chat, spec.sampling.grammar) if self._obeys else self._answer(chat)
         print(json.dumps({"prompt": len(spec.prompt_ids), "cached": cached}), flush=True)
         answer = Answer(text, Finish("stop", cached_tokens=cached))
         self._seen = [*self._seen[-31:], (*spec.prompt_ids, *answer.tokens)]
@@ -172,18 +175,23 @@ async def serve(url: str, script: Script) -> None:
     worker = ScriptedWorker(redis, script, id=f"scripted-{os.getpid()}", card=card(shown), tokenizer=shown)
     await worker.join()
     print("scripted worker ready", flush=True)
-    await worker.run()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(worker.run())
+        while True:  # a machine that stops for longer than the worker's key lives has lost it
+            await asyncio.sleep(2)
+            await worker.join()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--redis", required=True)
-    parser.add_argument("--folder", required=True, help="the repository that the agent works in")
+    parser.add_argument("--folder", default="", help="the repository that the agent works in")
+    parser.add_argument("--obey", action="store_true", help="follow what a chat says (tests/clients/obedient.py)")
     parser.add_argument(
         "--delegate", action="store_true", help="let another agent do it, where there is a tool for that"
     )
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.redis, Script(arguments.folder, delegates=arguments.delegate)))
+    asyncio.run(serve(arguments.redis, Script(arguments.folder, delegates=arguments.delegate, obeys=arguments.obey)))
 
 
 if __name__ == "__main__":

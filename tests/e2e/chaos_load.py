@@ -69,7 +69,8 @@ class Answers:
                 while (answer := await http.post("/v1/completions", json=body(prompt, LONGEST))).status_code == 503:
                     assert time.monotonic() < until, answer.text  # a busy machine says 503 now and then
                     await asyncio.sleep(0.2)
-                self.tokens[prompt] = answer.raise_for_status().json()["choices"][0]["token_ids"]
+                assert answer.status_code == 200, answer.text
+                self.tokens[prompt] = answer.json()["choices"][0]["token_ids"]
                 assert len(self.tokens[prompt]) == LONGEST
 
 

@@ -203,6 +203,7 @@ SMALLEST = {
     "splits": Smallest("--seeds 1"),
     "forced_calls": Smallest("--calls 2"),
     "learning": Smallest("--model models/tiny --seeds 0 --held-out 1", run=learning),
+    "court": Smallest("--cost 0.001 --rounds 1 --burst 2 --tokens 4", {"PAUSE_S": 0.0}),
     "replay": Smallest("--sequences 2 --tokens 4"),
     "model_switches": Smallest("--models 1 --switches 1 --pause-s 0 --tokens 0"),
     "start": Smallest("--starts 1 --warm-s 0"),
@@ -215,7 +216,8 @@ SMALLEST = {
 
 
 RINGS = (
-    "adapter_publish", "agent_turns", "cart_pole", "forced_calls", "hosted_learners", "learning", "memory", "overload",
+    "adapter_publish", "agent_turns", "cart_pole", "court", "forced_calls",
+    "hosted_learners", "learning", "memory", "overload",
     "replay", "served", "traces", "transfers",
 )  # fmt: skip
 

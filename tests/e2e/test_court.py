@@ -1,13 +1,11 @@
 """What workers wrote is computed again: on request, and by one another, until a faulty one is named and ends."""
 
 import asyncio
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import httpx
-import mlx.core as mx
 import msgspec
 import pytest
 from redis.asyncio import Redis
@@ -18,6 +16,7 @@ from shared.sequences import encode
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.waiting import HANG_S, wait_until
 
+FAULTY = ["tests.e2e.wrong_worker", "kv"]
 RECORD = ("--record-ttl-s", "600")
 
 
@@ -29,20 +28,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
 
 @pytest.fixture(scope="module")
 def workers(recorded: Ring, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Process]]:
-    """Two sound workers, and one with a number of its weights changed, that end when they are found wrong."""
-    faulty = tmp_path_factory.mktemp("faulty") / MODEL
-    shutil.copytree(f"models/{MODEL}", faulty)
-    weights = mx.load(str(faulty / "model.safetensors"))
-    assert isinstance(weights, dict)
-    name = next(name for name in weights if name.endswith("down_proj.weight"))
-    weights[name][3, 5] += 2
-    mx.save_safetensors(str(faulty / "model.safetensors"), weights, {"format": "mlx"})
+    """Two sound workers, and one whose KV is one position off, that end when they are found wrong."""
     with ExitStack() as stack:
         started = {}
-        for worker, model in (("sound-1", f"models/{MODEL}"), ("sound-2", f"models/{MODEL}"), ("faulty", str(faulty))):
+        for worker, module in (("sound-1", ["worker"]), ("sound-2", ["worker"]), ("faulty", FAULTY)):
             started[worker] = Process.start(
-                "worker", "--redis", recorded.redis_url, "--model", model, "--served-model-name", MODEL,
-                "--worker-id", worker, "--allow-other-weights", "--replay-share", "1", "--on-wrong-tokens", "drain",
+                *module, "--redis", recorded.redis_url, "--model", f"models/{MODEL}", "--worker-id", worker,
+                "--replay-share", "1", "--on-wrong-tokens", "drain",
                 "--adapter-cache-dir", str(tmp_path_factory.mktemp("adapters")),
             )  # fmt: skip
             stack.callback(started[worker].stop)
@@ -76,7 +68,7 @@ async def reports(http: httpx.AsyncClient, name: str, **more: Any) -> list[dict[
     return list(reply.json()["data"])
 
 
-async def test_a_worker_with_a_changed_weight_is_named_and_ends_and_sound_ones_stay(
+async def test_a_worker_whose_kv_is_off_by_one_is_named_and_ends_and_sound_ones_stay(
     recorded: Ring, workers: dict[str, Process]
 ) -> None:
     async with httpx.AsyncClient(base_url=recorded.url, timeout=HANG_S) as http:

@@ -5,13 +5,18 @@ A host is played by its heartbeats, written through the real store; the worker t
 
 import asyncio
 from collections.abc import AsyncIterator
+from io import StringIO
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from msgspec import structs
 from redis.asyncio import Redis
+from rich.console import Console
 
+from api.cli.top import view
+from api.ops.ring_view import RingSnapshot
 from shared.catalogue import CatalogueEntry, HeldModel, HeldState, HostStatus
 from shared.redis.processes.catalogue import CatalogueStore
 from shared.redis.processes.worker_registry import WorkerRegistry
@@ -65,6 +70,7 @@ class Host:
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("api.ring.ring.LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr("api.generation.running.LOOK_S", 0.02)
+    monkeypatch.setattr("shared.redis.keys.HOST_TTL_S", 3600)  # a heartbeat outlives a test on a busy machine
 
 
 @pytest.fixture
@@ -95,7 +101,6 @@ async def test_a_request_for_a_cold_model_waits_until_it_is_loaded(host: Host, s
 
 STREAMS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", CHAT, "[DONE]"),
-    ("/v1/completions", {"model": MODEL, "prompt": "say"}, "[DONE]"),
     ("/v1/responses", {"model": MODEL, "input": "say"}, "response.completed"),
     ("/v1/messages", {**CHAT, "max_tokens": 9}, "message_stop"),
     ("/inference/v1/generate", {"model": MODEL, "token_ids": [5, 6], "sampling_params": {}}, "[DONE]"),
@@ -159,7 +164,7 @@ async def test_who_asks_hears_that_no_host_has_a_model(host: Host, redis: Redis,
     assert "no host is running" in error_of(await server.post("/v1/chat/completions", CHAT))[1]
     await host.store.beat(HostStatus("h1", "mini", 1, 1))
     status, message = error_of(await server.post("/v1/chat/completions", CHAT))
-    assert status == 503 and "none of the 1 hosts has the files of 'models/scripted'" in message
+    assert status == 503 and "none of the 1 hosts offers 'models/scripted'" in message
     await host.store.change(MODEL, lambda entry: CatalogueEntry(MODEL, entry.source, ranks=2))
     assert "a group of 2 processes serves it" in error_of(await server.post("/v1/chat/completions", CHAT))[1]
     status, message = error_of(await server.post("/v1/chat/completions", {**CHAT, "model": "nothing"}))
@@ -247,6 +252,22 @@ async def test_a_model_is_loaded_and_unloaded_on_request(host: Host, server: Api
     assert ("unload", "h1") in [(each.kind, each.host) for each in (await host.store.read()).orders]
     await server.http.patch(f"/v1/models/{MODEL}", json={"pinned": True})
     assert (await server.post("/v1/models/unload", body)).status_code == 409
+
+
+async def test_the_dashboard_has_a_table_of_models_whose_buttons_load_and_unload(host: Host, server: Api) -> None:
+    await host.offers()
+    page = (await server.http.get("/dashboard")).text
+    assert "loadable" in page and 'aria-label="Load scripted"' in page
+    same = {"origin": server.url, "HX-Request": "true"}
+    said = await server.http.post("/dashboard/models/load", data={"model": MODEL}, headers=same)
+    assert (said.status_code, "scripted is to be loaded" in said.text) == (200, True), said.text
+    assert [each.kind for each in (await host.store.read()).orders] == ["load"]
+    wrong = await server.http.post("/dashboard/models/load", data={"model": "<b>"}, headers=same)
+    assert wrong.status_code == 404 and "<b>" not in wrong.text
+    snapshot = msgspec.json.decode((await server.http.get("/v1/ring/snapshot")).content, type=RingSnapshot)
+    console = Console(file=StringIO(), width=120)
+    console.print(view(snapshot))
+    assert isinstance(console.file, StringIO) and "loadable" in console.file.getvalue()
 
 
 async def test_a_tenant_sees_models_and_no_folders(host: Host, redis_url: str, tmp_path: Any) -> None:

@@ -137,6 +137,13 @@ def test_a_call_of_an_mcp_server_is_shown_with_what_it_brought() -> None:
     assert messages({**call, "error": "away"})[1] == result('Error: "away"')
 
 
+def test_a_call_of_tools_that_no_server_but_their_makers_has_cannot_be_forced() -> None:
+    tools = [SEARCH, {"type": "shell", "environment": {"type": "local"}}]
+    with pytest.raises(InvalidRequestError, match=r"none of the tools \(shell, web_search\): leave 'tool_choice' out"):
+        asked(tools=tools, tool_choice="required").chat()
+    assert asked(tools=[*tools, CLOSE], tool_choice="required").chat().tool_choice == "required"
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [

@@ -1,9 +1,14 @@
-"""Generalized advantage estimation (Schulman et al., arXiv 1506.02438). Shape suffixes: T steps, N copies, B rows."""
+"""Generalized advantage estimation (Schulman et al., arXiv 1506.02438), and a teacher's verdicts as advantages.
+
+Shape suffixes: T steps, N copies, B rows.
+"""
 
 from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from trainer.learn.options import TeachingOptions
 
 Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
@@ -99,3 +104,14 @@ def explained(values: Floats, returns: Floats) -> float:
     """The share of the returns' variance that the values explain: 1 all of it, 0 none, below 0 less than a constant."""
     variance = float(np.var(returns, dtype=np.float64))
     return 1 - float(np.var(returns - values, dtype=np.float64)) / variance if variance else 0.0
+
+
+def taught_advantages(
+    advantage_B: npt.NDArray[np.float32], taught_BT: npt.NDArray[np.float32], options: TeachingOptions
+) -> npt.NDArray[np.float32]:
+    """Advantages [B, T] of samples that a teacher has scored: r A + c (log pi_teacher - log mu), `taught_BT` the
+    difference in parentheses. Its mean over what mu draws is the negative reverse KL, token by token: on-policy
+    distillation, arXiv 2306.13649 and 2306.08543, as a policy gradient without a discount.
+    """
+    found_BT: npt.NDArray[np.float32] = options.rewards * advantage_B[:, None] + options.coefficient * taught_BT
+    return found_BT

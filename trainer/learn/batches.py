@@ -10,6 +10,7 @@ Invariants.
   results; `mask_BT` is true only where the model itself wrote the token.
 - Prompts are never in the loss.
 - A group whose rewards are all equal is dropped: its advantages are 0. A single sample is compared with its pool.
+  Where a teacher has scored the samples, all groups are learned from.
 - A truncated sample counts in its group's baseline, and with `mask_overlong` stays out of the loss (DAPO, arXiv
   2503.14476 section 3.4: the length limit says nothing about the answer).
 """
@@ -43,6 +44,7 @@ class Sample:
     policy_steps: tuple[int, ...]  # of each token: the policy step whose weights sampled it
     advantage: float  # its reward, where a value head predicts it
     drawn: Drawing | None = None  # what the policy's log-probabilities are computed with; None: temperature 1
+    teacher_logprobs: tuple[float, ...] = ()  # a teacher's, of each token; (): there is none
     routes: bytes = b""  # experts that the tokens were computed with; b"": not known
 
 
@@ -90,6 +92,7 @@ class Microbatch:
     tokens: int  # of completions
     drawn: DrawnRows | None = None  # None: all at temperature 1, unfiltered
     routes_BTN: Routes | None = None  # experts that the tokens were computed with
+    teacher_BT: npt.NDArray[np.float32] | None = None  # a teacher's; of samples without one, the sampler's
     images: tuple[bytes, ...] = ()  # keys of those of all prompts, one prompt after another
     image_token: int = 0
 
@@ -154,12 +157,15 @@ def sample_groups(
         failed += len(problems) - len(members)
         first_problem = first_problem or next(filter(None, problems), "")
         advantages = _advantages(group, members, baselines.get(group.id), scale)
+        chosen = [group.trajectories[i] for i in members]
+        is_taught = any(t.teacher_logprobs for t in chosen)
+        if advantages is None and is_taught:
+            advantages = [0.0] * len(chosen)
         if advantages is None:
             few += 1
             continue
-        chosen = [group.trajectories[i] for i in members]
         overlong += sum(t.finish_reason == "length" for t in chosen)
-        if scale is not None and not any(advantages):
+        if scale is not None and not any(advantages) and not is_taught:
             zero += 1
             continue
         samples = [_sample(t, a, policy_steps, mask_overlong) for t, a in zip(chosen, advantages, strict=True)]
@@ -264,13 +270,20 @@ def pad(groups: Sequence[SampleGroup], padding: Padding = PADDING) -> Microbatch
         mask_BT[row, :end] = sample.mask
         sampler_BT[row, :end] = sample.sampler_logprobs
         policy_step_BT[row, :end] = np.where(sample.mask, sample.policy_steps, -1)
+    sampler_BT = np.where(mask_BT, sampler_BT, 0.0).astype(np.float32)
+    teacher_BT = None
+    if any(sample.teacher_logprobs for _, sample in rows):
+        teacher_BT = sampler_BT.copy()
+        for row, (_, sample) in enumerate(rows):
+            if sample.teacher_logprobs:
+                teacher_BT[row, : len(sample.mask)] = np.where(sample.mask, sample.teacher_logprobs, 0.0)
     return Microbatch(
         prompt_PS=prompt_PS,
         padding_P=padding_P,
         prompt_of_B=np.array([*(index for index, _ in rows), *[0] * more], np.int32),
         completion_BT=completion_BT,
         mask_BT=mask_BT,
-        sampler_BT=np.where(mask_BT, sampler_BT, 0.0).astype(np.float32),
+        sampler_BT=sampler_BT,
         policy_step_BT=policy_step_BT,
         advantage_B=np.array([*(sample.advantage for _, sample in rows), *[0.0] * more], np.float32),
         positions=sum(group.tokens for group in groups),
@@ -280,6 +293,7 @@ def pad(groups: Sequence[SampleGroup], padding: Padding = PADDING) -> Microbatch
             [*(len(sample.completion_ids) for _, sample in rows), *[0] * more],
             width,
         ),
+        teacher_BT=teacher_BT,
         drawn=rows_of([*(sample.drawn for _, sample in rows), *[None] * more]),
         images=tuple(image.key for group in groups for image in group.images),
         image_token=max(group.image_token for group in groups),
@@ -320,6 +334,7 @@ def _sample(trajectory: Trajectory, advantage: float, policy_steps: dict[str, in
         tuple(steps[: len(mask)]),
         advantage,
         corrected(trajectory),
+        trajectory.teacher_logprobs,
         trajectory.routes,
     )
 

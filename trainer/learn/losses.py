@@ -124,7 +124,7 @@ def cispo(x: LossInputs, options: LossOptions, totals: StepTotals) -> LossParts:
     """
     ratio_BT = _ratio(x)
     bounded_BT = mx.clip(ratio_BT, 1 - options.clip_low, 1 + options.clip_high)
-    terms_BT = mx.stop_gradient(bounded_BT) * x.advantage_B[:, None] * x.logp_BT
+    terms_BT = mx.stop_gradient(bounded_BT) * _advantages(x) * x.logp_BT
     clipped_BT = (ratio_BT != bounded_BT) & x.mask_BT
     return LossParts(-_weighted(x, terms_BT).sum() / totals.tokens, clipped_BT)
 
@@ -203,10 +203,14 @@ def _ratio(x: LossInputs) -> mx.array:
     return mx.exp(mx.where(x.mask_BT, x.logp_BT - x.old_BT, 0.0))
 
 
+def _advantages(x: LossInputs) -> mx.array:
+    """Of each token [B, T], or of each row [B, 1]."""
+    return x.advantage_B[:, None] if x.advantage_BT is None else x.advantage_BT
+
+
 def _clipped_surrogate(x: LossInputs, options: LossOptions) -> tuple[mx.array, mx.array]:
     """PPO's token terms (arXiv 1707.06347 eq. 7), masked and weighted, and where the clip was active."""
-    advantage_BT = x.advantage_B[:, None] if x.advantage_BT is None else x.advantage_BT
-    terms_BT, clipped_BT = _clip(_ratio(x), advantage_BT, options)
+    terms_BT, clipped_BT = _clip(_ratio(x), _advantages(x), options)
     return _weighted(x, terms_BT), clipped_BT & x.mask_BT
 
 

@@ -176,7 +176,8 @@ def measure_parity(policy: Policy, trajectories: Sequence[Trajectory]) -> Genera
     for trajectory in trajectories:
         length = len(trajectory.completion_ids)
         mask, steps, drawn = (True,) * length, (0,) * length, corrected(trajectory)
-        sample = Sample(trajectory.completion_ids, trajectory.logprobs, mask, steps, 0.0, drawn, trajectory.routes)
+        ids, routes = trajectory.completion_ids, trajectory.routes
+        sample = Sample(ids, trajectory.logprobs, mask, steps, 0.0, drawn, routes=routes)
         group = SampleGroup("", trajectory.prompt_ids, (sample,), trajectory.images, trajectory.image_token)
         arrays = to_arrays(pad([group]), policy.sight)
         logp_BT = row_scores(policy.model, arrays, entropy=False).logp_BT

@@ -31,7 +31,7 @@ import structlog
 
 from mlx_model.device import on_cpu, on_cuda
 from trainer.learn.adam import AdamSteps, StepSizes, added
-from trainer.learn.advantages import ValueSums, of_tokens
+from trainer.learn.advantages import ValueSums, of_tokens, taught_advantages
 from trainer.learn.batches import PADDING, STD_EPSILON, Microbatch, Padding, SampleGroup, microbatches, pad
 from trainer.learn.logprobs import (
     BatchArrays,
@@ -231,7 +231,11 @@ class Optimizer:
             with weights_in(self.policy, self.policy.origin) as reference:
                 reference_BT = self.scores(reference, arrays, entropy=False).logp_BT
                 mx.eval(reference_BT)
-        return Prepared(asked, batch, arrays, old_BT, weight_BT, reference_BT, values_BT)
+        advantage_BT = None
+        if batch.teacher_BT is not None:
+            taught_BT = batch.teacher_BT - batch.sampler_BT
+            advantage_BT = mx.array(taught_advantages(batch.advantage_B, taught_BT, self.options.teaching))
+        return Prepared(asked, batch, arrays, old_BT, weight_BT, reference_BT, values_BT, advantage_BT)
 
     def gradient(self, batches: Iterable[Prepared], totals: StepTotals, sums: Sums) -> Generator[None, None, Any]:
         """Accumulated over microbatches; None without a token in the loss."""

@@ -99,6 +99,14 @@ RatioBase = Literal["sampler", "trainer"]
 
 
 @dataclass(frozen=True)
+class TeachingOptions:
+    """How much a teacher's verdict on each token weighs, and the advantages of rewards."""
+
+    coefficient: float = 1.0
+    rewards: float = 1.0
+
+
+@dataclass(frozen=True)
 class OptimizeOptions:
     """Constants of every train step."""
 
@@ -106,6 +114,7 @@ class OptimizeOptions:
     value: ValueOptions | None = None  # with the loss "ppo"
     schedule: Schedule = field(default_factory=Schedule)
     ratio: RatioBase = "sampler"
+    teaching: TeachingOptions = TeachingOptions()
     routing_replay: bool = False  # compute with the experts that the sampler chose
     minibatches: int = 1
     epochs: int = 1
@@ -213,7 +222,16 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
     )
     teacher: str = Field(
         default="",
-        description="mode distill: the teacher, a model or NAME@VERSION that the ring serves",
+        description="mode distill: the teacher, a model or NAME@VERSION that the ring serves; mode rl: it scores the "
+        "samples of each batch; or self: the policy, with each task's hint in its prompt",
+    )
+    teacher_coefficient: float = Field(
+        default=1.0, gt=0, description="mode rl with a teacher: factor on log pi_teacher - log mu, a token's advantage"
+    )
+    reward_coefficient: float = Field(
+        default=1.0,
+        ge=0,
+        description="mode rl with a teacher: factor on the advantages of rewards; 0: the teacher's verdict alone",
     )
     teacher_top_k: int = Field(
         default=20,
@@ -330,7 +348,7 @@ def sessions_policy(dataset: Path | None) -> str | None:
 
 _TUNING = {"chat_template_kwargs", "start_from"}
 _OF_MODES: Mapping[TrainMode, Collection[str]] = {  # what few modes have a use for
-    "rl": _TUNING | {"update_epochs"},
+    "rl": _TUNING | {"update_epochs", "teacher", "teacher_coefficient", "reward_coefficient"},
     "reward": {*HeadSettings.model_fields, "start_from"},
     "dpo": _TUNING | {"dpo_beta", "feedback_max_age_days"},
     "sft": _TUNING,

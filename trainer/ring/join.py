@@ -5,6 +5,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+from redis.asyncio import Redis
+
 from mlx_model.loader import LoadedModel
 from mlx_model.memory import memory_status
 from shared.errors import SetupError, UnknownModelError
@@ -18,6 +20,7 @@ from shared.redis.training.learner_store import LearnerStore
 from shared.redis.training.orders import Orders
 from shared.redis.training.shared_runs import SharedRun
 from shared.redis.training.trajectory_queue import TrajectoryQueue
+from shared.sequences import ModelCard
 from shared.text.codec import CodecCache, TextCodec
 from shared.training import Beat, Holder
 from trainer.learners.federation import federation
@@ -27,7 +30,7 @@ from trainer.ring.board import RingBoard
 from trainer.ring.http_client import HttpApi
 from trainer.ring.mailbox import RingMailbox
 from trainer.ring.over_http import HttpBoard, HttpJudges, HttpOrders, HttpQueue, HttpSink, HttpSource
-from trainer.ring.over_redis import RingSource, StoreSink
+from trainer.ring.over_redis import RingScorer, RingSource, StoreSink
 from trainer.ring.ring import TrainerRing
 from trainer.rollouts.scorers import Judges, ring_judges
 from trainer.settings import TrainSettings
@@ -84,6 +87,7 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
             SequenceCalls(redis, card.name, f"train-{settings.run_name}") as calls,
             RingMailbox(orders) as mailbox,
             RunLead(SharedRun(redis, settings.run_name, blocking=blocking)) as lead,
+            _scorer(redis, settings, card, calls) as scorer,
         ):
             live = TrajectoryQueue(redis, settings.adapter, blocking=blocking)
             source = RingSource(redis, card, codec, calls)
@@ -95,7 +99,7 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
             id = await ring_id(redis)
             ring = TrainerRing(
                 card.base_sha256, codec, source, sink, board, mailbox, live, id, learners, others, model=card.name,
-                asked=SequenceQueue(redis, card.name).is_asked,
+                asked=SequenceQueue(redis, card.name).is_asked, scorer=scorer,
             )  # fmt: skip
             try:
                 async with _in_federation(ring, settings, url) as ring:
@@ -106,6 +110,25 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
     finally:
         await redis.aclose()
         await blocking.aclose()
+
+
+@asynccontextmanager
+async def _scorer(
+    redis: Redis, settings: TrainSettings, card: ModelCard, calls: SequenceCalls
+) -> AsyncIterator[RingScorer | None]:
+    """Asks the teacher of the run's samples: another model of the ring, or an adapter of the policy's own."""
+    if settings.mode != "rl" or not settings.teacher:
+        yield None
+        return
+    cards = await WorkerRegistry(redis).models()
+    other = next((each for each in cards if each.name == settings.teacher), None)
+    if other is None or other.name == card.name:
+        yield RingScorer(redis, card, calls)
+        return
+    if other.tokenizer_sha256 != card.tokenizer_sha256:
+        raise SetupError(f"--teacher {other.name} has another tokenizer than {card.name}: it cannot score its tokens")
+    async with SequenceCalls(redis, other.name, f"train-{settings.run_name}-teacher") as theirs:
+        yield RingScorer(redis, other, theirs)
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from shared.adapter_files.formats import MLX_FILE, inherit_config, prepared
 from shared.adapter_files.tensors import read_tensors
 from shared.adapters import GateCheck
+from shared.errors import ServiceUnavailableError
 from shared.owners import ADMINS
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.kept.image_store import ImageStore
@@ -31,7 +32,7 @@ from shared.text.codec import TextCodec
 from shared.training import AlertKind
 from shared.trajectories import Trajectory, trajectory_of
 from trainer.ring.ring import Candidate, Stored
-from trainer.rollouts.groups import RolloutRequest
+from trainer.rollouts.groups import RolloutRequest, ScoreRequest
 
 log = structlog.get_logger()
 
@@ -84,6 +85,38 @@ class RingSource:
             )
             for sample in range(request.n)
         ]
+
+
+class RingScorer:
+    """Has completions scored by the workers of one model."""
+
+    def __init__(self, redis: Redis, card: ModelCard, calls: SequenceCalls) -> None:
+        self._card, self._calls = card, calls
+        self._store = AdapterStore(redis)
+
+    async def score(self, request: ScoreRequest) -> tuple[float, ...]:
+        """The teacher's log-probabilities. ServiceUnavailableError when the sequence ended without them."""
+        adapter = "" if request.teacher == self._card.name else request.teacher
+        if adapter and "@" not in adapter and not await self._store.latest(adapter):
+            adapter = ""  # nothing is published yet: the policy is the base
+        spec = SequenceSpec(
+            id=f"{self._calls.owner}-{request.id}",
+            model=self._card.name,
+            prompt_ids=request.prompt_ids,
+            score_ids=request.completion_ids,
+            kind="score",
+            sampling=SamplingParams(max_tokens=1, seed=0),
+            sequence_class="batch",
+            job=self._calls.owner,
+            adapter=adapter,
+            adapter_policy="pin" if "@" in adapter else "follow",
+            enqueued_ms=time.time_ns() // 1_000_000,
+            tenant=ADMINS,
+        )
+        (result,) = await self._calls.call([spec])
+        if len(result.score_logprobs) != len(request.completion_ids):
+            raise ServiceUnavailableError(result.finish.failure or f"it ended with {result.finish.reason!r}")
+        return result.score_logprobs
 
 
 class StoreSink:

@@ -14,7 +14,7 @@ from trainer.learners.service import ServiceLearners
 from trainer.learners.shared_exchange import RunLead
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import RingMailbox
-from trainer.rollouts.groups import RolloutSource
+from trainer.rollouts.groups import RolloutSource, Scorer
 from trainer.state import Arrays
 
 
@@ -101,3 +101,4 @@ class TrainerRing:
     federation: Federation | None = None  # with which the run averages its weights
     model: str = ""  # served name of the base
     asked: Callable[[], Awaitable[bool]] = nobody_asks  # whether an interactive request waits or runs
+    scorer: Scorer | None = None  # of a run with a teacher

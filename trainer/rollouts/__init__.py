@@ -5,6 +5,8 @@ with `pacing.py` (how far ahead of training), `episodes.py` (one group from star
 `conversation.py` (token ids turn by turn), `environments.py` (tasks), `scorers.py`
 (rewards of data sets), `held_out.py` (what a run is measured on) and `shown.py` (samples for people to read).
 
+`teaching.py` has samples scored by a teacher. `agents/` makes environments of programs that ask a model.
+
 Other sources: `live.py` (live traffic), `atropos.py` (Atropos' run-api). Code of the user's own runs in a process that
 can be killed: `own_code.py` (our side), `own_messages.py`, `own_process.py` (its side), `copies.py` (its side where a
 network acts).

@@ -15,6 +15,9 @@ from shared.frames import VersionSpan
 from shared.images.refs import ImageRef
 from shared.jobs import Message
 from shared.text.codec import TextCodec
+from shared.text.languages.channels import splitter_of
+from shared.text.languages.language import language_of
+from shared.text.languages.pieces import SplitPlan
 from shared.trajectories import Trajectory
 from trainer.rollouts.environments import Observation, Outcome
 from trainer.rollouts.pictures import ChatPictures, has_images, plain
@@ -48,20 +51,61 @@ class ChatEncoder:
         if isinstance(prompt, str):
             return Opening(tuple(self._codec.encode(prompt)))
         if not has_images(prompt):
-            return Opening(tuple(self._codec.encode_chat(list(prompt), **self._variables)))
+            return Opening(tuple(self._codec.encode_chat(list(prompt), **self._named(observation))))
         if self._pictures is None:
             raise SetupError(
                 "a prompt has images, and this policy sees none (or its learner is not the run's own, or has ranks)"
             )
         chat = await self._pictures.of(prompt)
-        text = chat.images.expanded(self._codec.render_chat(chat.messages, **self._variables))
+        text = chat.images.expanded(self._codec.render_chat(chat.messages, **self._named(observation)))
         ids = self._codec.encode(text, add_special_tokens=False)
         chat.images.check(ids)
         return Opening(tuple(ids), chat.images.refs, chat.images.vision.image_token_id, chat.files)
 
     def text(self, completion_ids: Sequence[int]) -> str:
-        """Reply without special tokens, as the environment reads it."""
+        """Reply without special tokens."""
         return self._codec.decode(completion_ids)
+
+    def action(self, observation: Observation, completion_ids: Sequence[int]) -> str:
+        """Reply as the environment reads it: its text, or with tools the message as JSON, with its calls."""
+        if not observation.tools:
+            return self.text(completion_ids)
+        language = language_of(self._codec)
+        plan = SplitPlan(format=language.calls, tools=msgspec.json.encode(observation.tools))
+        if (reasoning := language.reasoning) is not None:
+            thinking = reasoning.thinking_after(
+                self._codec.render_chat(self._plain(observation), **self._named(observation))
+            )
+            thinks = bool(thinking) or reasoning.again or reasoning.channels
+            marks = {"think_start": reasoning.start, "think_end": reasoning.end} if thinks else {}
+            plan = msgspec.structs.replace(plan, thinking=thinking, reasoning=reasoning.name, **marks)
+        ended = bool(completion_ids) and completion_ids[-1] in self._codec.bundle.eos_token_ids
+        stream, splitter = self._codec.stream(plan.marks), splitter_of(plan)
+        piece = splitter.push(stream.push(completion_ids[:-1] if ended else completion_ids) + stream.flush())
+        piece.add(splitter.flush())
+        message: Message = {"role": "assistant", "content": piece.content}
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
+        if piece.calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{len(observation.prompt)}_{call.index}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in piece.calls
+            ]
+        return msgspec.json.encode(message).decode()
+
+    def _named(self, observation: Observation) -> dict[str, Any]:
+        """Variables of the template."""
+        tools = {"tools": list(observation.tools)} if observation.tools else {}
+        return {**self._variables, **tools}
+
+    @staticmethod
+    def _plain(observation: Observation) -> list[Message]:
+        assert not isinstance(observation.prompt, str), "tools come with chats"
+        return list(plain(observation.prompt))
 
     def following(self, observation: Observation, reply_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Ids between a reply and the next one: end of turn, the new messages, the opening of the next reply."""
@@ -70,7 +114,7 @@ class ChatEncoder:
         reply: Message = {"role": "assistant", "content": _MARK}
         if has_images(messages):
             raise SetupError("images come with an episode's first messages, not later")
-        text = self._codec.render_chat([*plain(observation.prompt), reply, *messages], **self._variables)
+        text = self._codec.render_chat([*self._plain(observation), reply, *messages], **self._named(observation))
         _, mark, rest = text.rpartition(_MARK)
         if not mark:
             raise SetupError("the chat template leaves out earlier replies: no multi-turn training with it")
@@ -81,9 +125,9 @@ class ChatEncoder:
     def advance(self, observation: Observation, action: str, outcome: Outcome) -> Observation:
         """The observation of the next turn."""
         assert not isinstance(observation.prompt, str)
-        reply: Message = {"role": "assistant", "content": action}
+        reply: Message = msgspec.json.decode(action) if observation.tools else {"role": "assistant", "content": action}
         info = observation.info if outcome.info is None else outcome.info
-        return Observation((*observation.prompt, reply, *outcome.messages), info)
+        return Observation((*observation.prompt, reply, *outcome.messages), info, tools=observation.tools)
 
 
 def joined(first: Trajectory, between: Sequence[int], second: Trajectory) -> Trajectory:

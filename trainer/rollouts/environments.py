@@ -12,7 +12,7 @@ import inspect
 import json
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -33,6 +33,20 @@ class Observation:
     prompt: str | tuple[Message, ...]
     info: Any = None
     difficulty: float | None = None  # of the task, on any scale, for `--curriculum difficulty`
+    hint: str = ""  # what a teacher is told and the policy is not (teaching.py)
+    tools: tuple[Message, ...] = ()  # offered to the model, as OpenAI's `tools`; actions are messages in JSON then
+
+
+def hinted(observation: Observation) -> Observation:
+    """The observation as a teacher reads it: its hint after the last message of the user, or before a text."""
+    if isinstance(observation.prompt, str):
+        return replace(observation, prompt=f"{observation.hint}\n\n{observation.prompt}")
+    messages = list(observation.prompt)
+    at = max((at for at, each in enumerate(messages) if each.get("role") == "user"), default=None)
+    if at is None or not isinstance(messages[at].get("content"), str):
+        raise SetupError("a hint follows the text of a user's message, and this prompt has none")
+    messages[at] = messages[at] | {"content": f"{messages[at]['content']}\n\n{observation.hint}"}
+    return replace(observation, prompt=tuple(messages))
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,8 @@ class ArithmeticEnvironment:
         if self.count:
             index %= self.count
         (task,) = arithmetic_prompts(1, derived_seed(self._seed, self._split, index), self._split)
-        return Observation(({"role": "user", "content": task.question},), info=task.answer)
+        hint = f"The answer is {task.answer}."
+        return Observation(({"role": "user", "content": task.question},), info=task.answer, hint=hint)
 
     async def step(self, observation: Observation, action: str) -> Outcome:
         """1 when the whole reply is the number, else 0."""
@@ -103,6 +118,7 @@ class Task:
     prompt: str | tuple[Message, ...]
     reference: Any
     difficulty: float | None = None
+    hint: str = ""
 
 
 class DatasetEnvironment:
@@ -124,8 +140,8 @@ class DatasetEnvironment:
             self._orders = {epoch: order}
         task = self._tasks[self._orders[epoch][place]]
         if self._system and not isinstance(task.prompt, str):
-            return Observation((*self._system, *task.prompt), task.reference, task.difficulty)
-        return Observation(task.prompt, task.reference, task.difficulty)
+            return Observation((*self._system, *task.prompt), task.reference, task.difficulty, task.hint)
+        return Observation(task.prompt, task.reference, task.difficulty, task.hint)
 
     async def step(self, observation: Observation, action: str) -> Outcome:
         """Score the reply by the data set's reward."""
@@ -134,7 +150,7 @@ class DatasetEnvironment:
 
 
 def read_jsonl(path: Path, limit: int = 0, difficulty: DifficultyField | None = None) -> list[Task]:
-    """Tasks from JSON lines: `prompt` (text or messages), or `question` as in GSM8K; `reference`, or `answer`.
+    """Tasks from JSON lines: `prompt` (text or messages), or `question` as in GSM8K; `reference`, or `answer`; `hint`.
 
     With `difficulty` each line has to say how hard its task is.
     """
@@ -233,11 +249,14 @@ def _task(line: Any, difficulty: DifficultyField | None) -> Task:
             raise ValueError("`question` is not a text")
         prompt = [_message("user", prompt)]
     hardness = difficulty.read(line) if difficulty is not None else None
+    hint = line.get("hint") or ""
+    if not isinstance(hint, str):
+        raise ValueError("`hint` is not a text")
     if isinstance(prompt, str):
-        return Task(prompt, reference, hardness)
+        return Task(prompt, reference, hardness, hint)
     if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and "role" in m for m in prompt):
         raise ValueError(f"`{field}` is neither a text nor a list of messages")
-    return Task(tuple(prompt), reference, hardness)
+    return Task(tuple(prompt), reference, hardness, hint)
 
 
 def _message(role: Literal["user", "assistant", "tool", "system"], content: str) -> Message:

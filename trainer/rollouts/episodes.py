@@ -24,6 +24,7 @@ from trainer.rollouts.environments import (
 from trainer.rollouts.groups import RolloutGroup, RolloutRequest, RolloutSource
 from trainer.rollouts.own_code import OwnCodeError
 from trainer.rollouts.own_process import blamed
+from trainer.rollouts.teaching import Teaching
 
 MOST_QUESTIONS = 16  # to other policies, after one reply
 
@@ -56,6 +57,7 @@ class Episodes:
     conversation: ChatEncoder
     options: EpisodeOptions
     curriculum: Curriculum | None = None  # None: group k is of task k
+    teaching: Teaching | None = None  # of what the policy has said
 
     async def play(self, index: int, adapter: str) -> RolloutGroup:
         """The finished group `index`; a sample whose reward failed carries the error and no value."""
@@ -79,6 +81,9 @@ class Episodes:
         )
         sampled = await self.source.generate(request)
         finished = await asyncio.gather(*(self._finish(request, observation, t) for t in sampled))
+        if self.teaching is not None:
+            taught = (self.teaching.of(request.id, adapter, observation, t) for t in finished)
+            finished = await asyncio.gather(*taught)
         return RolloutGroup(request.id, index, tuple(finished))
 
     async def _finish(self, request: RolloutRequest, observation: Observation, whole: Trajectory) -> Trajectory:
@@ -88,7 +93,7 @@ class Episodes:
         for turn in range(1, self.options.max_turns + 1):
             if last.error or last.finish_reason in ("cancelled", "deadline", "error"):
                 return whole
-            action = self.conversation.text(last.completion_ids)
+            action = self.conversation.action(observation, last.completion_ids)
             try:
                 outcome = await self._judged(observation, action)
                 asked = 0

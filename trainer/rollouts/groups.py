@@ -35,6 +35,23 @@ class RolloutRequest:
     files: dict[bytes, bytes] = field(default_factory=dict, repr=False)  # of the images, by hash
 
 
+@dataclass(frozen=True)
+class ScoreRequest:
+    """A completion whose log-probabilities a teacher is to give."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    teacher: str  # an adapter or a version of it; "": the base that the scorer's workers serve
+
+
+class Scorer(Protocol):
+    """Gives a teacher's log-probabilities."""
+
+    async def score(self, request: ScoreRequest) -> tuple[float, ...]:
+        """The model's own log-probability of each completion token. ParallmError when there is none."""
+
+
 class RolloutSource(Protocol):
     """Generates. In the product every token of it comes through the queue; tests have a source of their own."""
 

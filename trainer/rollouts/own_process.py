@@ -26,7 +26,6 @@ from shared.errors import SetupError
 from shared.process.call_pipe import CallPipe
 from trainer.rollouts.environments import (
     Environment,
-    Observation,
     Outcome,
     is_observation,
     is_outcome,
@@ -101,7 +100,7 @@ class OwnObject:
             return CodeAnswer(call.number, outcome=await self._score(what))
         assert isinstance(what, StepCall), "what else there is goes to copies.py"
         info = None if what.observation.info is None else unpacked(what.observation.info)
-        observation = Observation(what.observation.prompt, info)
+        observation = replace(what.observation, info=info)
         outcome = is_outcome(self.name, await self._environment.step(observation, what.action))
         return CodeAnswer(call.number, outcome=self._plain(outcome))
 

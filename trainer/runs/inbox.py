@@ -31,6 +31,7 @@ from trainer.rollouts.groups import IndexedSource, Lag, RolloutGroup
 from trainer.rollouts.live import LiveCollector
 from trainer.rollouts.pacing import Pace, StaleWatch
 from trainer.rollouts.task_places import Places, places_of
+from trainer.rollouts.teaching import Teaching
 from trainer.runs.parts import Parts
 from trainer.settings import TrainSettings
 from trainer.state import RunState
@@ -277,8 +278,10 @@ def _prompts(
 ) -> Collector:
     run, sampling = f"{books.run}-{start}", settings.sampling()
     options = EpisodeOptions(run, settings.group_size, sampling, settings.max_turns, settings.seed)
+    scorer, teacher = parts.ring.scorer, settings.teacher
+    teaching = None if scorer is None else Teaching(scorer, parts.conversation, teacher)
     return Collector(
-        Episodes(parts.ring.source, parts.environment, parts.conversation, options, curriculum),
+        Episodes(parts.ring.source, parts.environment, parts.conversation, options, curriculum, teaching),
         Pace(settings.prompts_per_step, settings.max_lag, settings.group_deadline_s),
         sampled_from,
         cursor=books.cursor,

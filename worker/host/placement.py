@@ -32,7 +32,9 @@ class PlacementRules:
     """Settings of an operator, the same on all hosts except `idle_s`."""
 
     batch_turn_s: float = 120.0  # after so long any waiting model is overdue: busy models give way to it
-    hold: float = 3.0  # a busy model stays for so many times the longer of its load and of its successor's
+    hold: float = (
+        3.0  # a busy model stays for so many times the longer of its load and its successor's, at most batch_turn_s
+    )
     idle_s: float = 0.0  # without a request for so long a model is unloaded; 0: when its memory is wanted
     patience_s: float = 5.0  # after each so long the next best host may load a model that the best one has not
     retry_s: float = 60.0  # after a failed load, until the host tries it again
@@ -119,7 +121,9 @@ class _Planner:
         for host in models.hosts:
             for model, past in host.past.items():
                 self._measured[model] = max(past.load_s, self._measured.get(model, 0.0))
-                self._left[model] = max(past.left_ms, self._left.get(model, 0))
+                if past.left_ms:
+                    left = self._now - _age_ms(host, past.left_ms)
+                    self._left[model] = max(left, self._left.get(model, 0))
         self._is_short = sum(each.size_bytes for each in models.entries.values() if each.ranks == 1) > sum(
             host.memory_bytes for host in models.hosts
         )
@@ -163,17 +167,14 @@ class _Planner:
         entry = self._models.entries.get(model)
         return max(LEAST_LOAD_S, measured or (entry.size_bytes / BYTES_PER_S if entry else 0.0))
 
-    def _busy(self, held: HeldModel) -> int:
+    def _busy(self, host: HostStatus, held: HeldModel) -> int:
         """How busy a ready model is on a host."""
         asked = self._demand.get(held.name)
-        if asked is None or (len(self._ready.get(held.name, ())) > 1 and self._idle_s(held) > IN_USE_S):
+        if asked is None or (len(self._ready.get(held.name, ())) > 1 and _idle_s(host, held) > IN_USE_S):
             return IDLE
         if asked.waits("interactive") or asked.running.get("interactive", 0):
             return INTERACTIVE
         return BATCH if asked.waits("batch") or asked.running.get("batch", 0) else IDLE
-
-    def _idle_s(self, held: HeldModel) -> float:
-        return max(0, self._now - max(held.used_ms, held.since_ms)) / 1000
 
     # -- what is wanted
 
@@ -221,9 +222,9 @@ class _Planner:
         if self._rules.most_copies and len(holders) >= self._rules.most_copies:
             return
         load_s = self._load_s(entry.name, self._hosts[holders[0]].status)
-        ready_ms = max(held.since_ms for _, held in self._models.holding(entry.name))
+        ready_ms = min(_age_ms(host, held.since_ms) for host, held in self._models.holding(entry.name))
         waited_ms = max((asked.oldest_ms.get(kind, 0) for kind in asked.waiting if asked.waits(kind)), default=0)
-        waited_ms = min(waited_ms, self._now - ready_ms)  # the newest copy has had as long to shorten the queue
+        waited_ms = min(waited_ms, ready_ms)  # the newest copy has had as long to shorten the queue
         if waited_ms >= 1000 * load_s:
             why = f"a copy, since sequences wait {waited_ms / 1000:.0f} s"
             yield Want(entry.name, why, self._now - waited_ms, overdue=False, due=False, priority=entry.priority)
@@ -269,7 +270,7 @@ class _Planner:
         status, held = host.status, host.status.holds(want.model)
         if status.draining or host.closed or want.model not in status.offers or want.host not in ("", status.id):
             return False
-        return held is None or (held.state == "failed" and self._now - held.since_ms > 1000 * self._rules.retry_s)
+        return held is None or (held.state == "failed" and _age_ms(status, held.since_ms) > 1000 * self._rules.retry_s)
 
     def _way(self, want: Want, host: _Host) -> Placing | None:
         """How a host would load it now; None where it cannot."""
@@ -306,7 +307,7 @@ class _Planner:
                 found.append((0, 0.0, held))
             if held.state != "ready" or self._stays(host.status, held):
                 continue
-            busy = self._busy(held)
+            busy = self._busy(host.status, held)
             if self._may_evict(want, host.status, held, busy):
                 found.append((busy, self._loss_s(host.status, held), held))
         return sorted(found, key=lambda victim: (victim[0], victim[1], victim[2].name))
@@ -317,20 +318,23 @@ class _Planner:
         return entry is not None and entry.pinned and host.id <= min(self._ready.get(held.name, (host.id,)))
 
     def _may_evict(self, want: Want, host: HostStatus, held: HeldModel, busy: int) -> bool:
-        load_s = self._load_s(held.name, host)
         if busy == IDLE:
-            return want.due or self._idle_s(held) > self._rules.hold * load_s
-        hold_s = self._rules.hold * max(load_s, self._load_s(want.model, host))
-        if not want.due or self._now - held.since_ms < 1000 * hold_s:
+            return want.due or _idle_s(host, held) > self._rules.hold * self._load_s(held.name, host)
+        if not want.due or _age_ms(host, held.since_ms) < self._hold_ms(want, host, held):
             return False
         entry = self._models.entries.get(held.name)
         return want.overdue or busy == BATCH or entry is None or entry.priority <= want.priority
+
+    def _hold_ms(self, want: Want, host: HostStatus, held: HeldModel) -> int:
+        """Time that a busy model stays, even where its load took minutes on a machine with much else to do."""
+        load_s = max(self._load_s(held.name, host), self._load_s(want.model, host))
+        return round(1000 * min(self._rules.hold * load_s, self._rules.batch_turn_s))
 
     def _loss_s(self, host: HostStatus, held: HeldModel) -> float:
         """Expected cost of an eviction: idle for t, it is asked for within SOON_S with chance SOON_S / (SOON_S + t)."""
         if len(self._ready.get(held.name, ())) > 1:
             return 0.0
-        return self._load_s(held.name, host) * SOON_S / (SOON_S + self._idle_s(held))
+        return self._load_s(held.name, host) * SOON_S / (SOON_S + _idle_s(host, held))
 
     def _take(self, want: Want, way: Placing) -> None:
         """Count a load as done, for what is planned after it."""
@@ -361,9 +365,8 @@ class _Planner:
             if each.state == "unloading" and each.name not in host.gone:
                 turns.append((self._now, each.need_bytes))
             elif each.state in ("ready", *LOADING) and each.name not in host.gone and not self._stays(status, each):
-                hold_s = self._rules.hold * max(self._load_s(each.name, status), self._load_s(want.model, status))
-                began = each.since_ms if each.state == "ready" else self._now
-                turns.append((began + round(1000 * hold_s), each.need_bytes))
+                began = self._now - (_age_ms(status, each.since_ms) if each.state == "ready" else 0)
+                turns.append((began + self._hold_ms(want, status, each), each.need_bytes))
         need, free, slots, at = self._need(want.model, status), host.free, host.slots, self._now
         for end, bytes_ in sorted(turns):
             if free >= need and slots >= 1:
@@ -392,6 +395,15 @@ class _Planner:
         ):
             return "as ordered"
         idle_s = entry.idle_s or self._rules.idle_s
-        if idle_s and not self._stays(host, held) and self._busy(held) == IDLE and self._idle_s(held) >= idle_s:
-            return f"idle for {self._idle_s(held):.0f} s"
+        if idle_s and not self._stays(host, held) and self._busy(host, held) == IDLE and _idle_s(host, held) >= idle_s:
+            return f"idle for {_idle_s(host, held):.0f} s"
         return ""
+
+
+def _age_ms(host: HostStatus, at_ms: int) -> int:
+    """Time since a stamp of a host, by that host's own clock, since machines' clocks differ: up to its heartbeat."""
+    return max(0, host.heartbeat_ms - at_ms)
+
+
+def _idle_s(host: HostStatus, held: HeldModel) -> float:
+    return _age_ms(host, max(held.used_ms, held.since_ms)) / 1000

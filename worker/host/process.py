@@ -48,6 +48,7 @@ class Held:
 
     name: str
     need_bytes: int
+    expected_s: float = 0.0  # of its load, as the last one took; 0: not known
     state: HeldState = "loading"
     since_ms: int = 0
     progress: float = 0.0
@@ -71,10 +72,13 @@ class Held:
     @property
     def status(self) -> HeldModel:
         """For a heartbeat."""
+        progress = self.progress
+        if self.state == "loading" and self.expected_s:  # much of a load is not reading weights
+            progress = max(progress, min(0.95, (now_ms() - self.since_ms) / 1000 / self.expected_s))
         return HeldModel(
             self.name,
             self.state,
-            min(1.0, self.progress),
+            min(1.0, progress),
             self.since_ms,
             self.need_bytes,
             self.load_s,
@@ -166,12 +170,11 @@ class HostProcess:
                 family=described.family,
                 sha256=described.card.base_sha256,
             )
+            await self._registry.register_model(described.card, described.tokenizer)  # first: who finds it may ask it
         try:
             await self._store.offer(entry)
         except (ConflictError, InvalidRequestError) as error:
             raise SetupError(f"--model {entry.source}: {error}") from error
-        if described is not None:
-            await self._registry.register_model(described.card, described.tokenizer)
 
     async def _register(self) -> None:
         while True:
@@ -291,7 +294,8 @@ class HostProcess:
         if not await self._store.take_load(name, self.id, models.loads.get(name, 0)):
             return
         entry, needs = models.entries[name], self._needs(models)
-        held = Held(name, needs.get(name, 0) or entry.size_bytes, since_ms=now_ms(), used_ms=now_ms())
+        expected = self._past.get(name, PastModel()).load_s
+        held = Held(name, needs.get(name, 0) or entry.size_bytes, expected, since_ms=now_ms(), used_ms=now_ms())
         log.info("host.loads", model=name, why=action.why, unloads=list(action.evict))
         leaving = [self._unload(Unload(each, f"its memory is needed for {name}")) for each in action.evict]
         self._held[name] = held

@@ -18,6 +18,7 @@ from api.openai.responses.tools import ResponseTool, ToolName, chosen, left_out_
 from api.openai.responses.turns import Items
 from api.openai.tools import MAX_TOOLS, Tool, by_type, known_type
 from api.webhooks.body import WebhookBody
+from shared.errors import InvalidRequestError
 
 MAX_NAME = 256  # letters in the name of a response or a conversation
 
@@ -204,6 +205,12 @@ class ResponseRequest(DrawFields):
         body |= self.model_dump(mode="json", by_alias=True, exclude_unset=True, include=_SAME)
         if self.tools:
             body["tools"] = [Tool(type="function", function=each.function) for each in offered(self.tools)]
+            if not body["tools"] and self.tool_choice == "required":
+                kinds = ", ".join(sorted({tool.type for tool in self.tools}))
+                raise InvalidRequestError(
+                    f"'tool_choice' is 'required', and this server has none of the tools ({kinds}): leave "
+                    "'tool_choice' out, or offer a tool of type 'function'", param="tool_choice",
+                )  # fmt: skip
         body["tool_choice"] = self._choice()
         return ChatCompletionRequest.model_validate(body)
 

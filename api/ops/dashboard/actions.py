@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Form, Request
 from starlette.responses import RedirectResponse, Response
 
 from api.batches.batch_routes import cancel
+from api.ops.catalogue import PlaceBody, load_model, unload_model
 from api.ops.dashboard.render import HEADERS, DashboardRoute, notice
 from api.ops.dashboard.samples import SHOWN
 from api.ops.dashboard.session import may_act
@@ -20,6 +21,15 @@ from shared.signals import Signal
 
 router = APIRouter(prefix="/dashboard", route_class=DashboardRoute, dependencies=[Depends(may_act)])
 TheRing = Annotated[Ring, Depends(ring_of)]
+
+
+@router.post("/models/{verb}")
+async def order_model(
+    request: Request, ring: TheRing, verb: Literal["load", "unload"], model: Annotated[str, Form(max_length=256)]
+) -> Response:
+    """Have hosts load or unload a model, as the API does."""
+    await (load_model if verb == "load" else unload_model)(PlaceBody(model=model), Response(), ring)
+    return _done(request, f"{model} is to be {verb}ed", "/dashboard")
 
 
 @router.post("/jobs/{job_id}/cancel")

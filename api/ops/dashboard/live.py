@@ -38,7 +38,7 @@ async def ring_events(ring: TheRing, snapshots: TheSnapshots) -> Response:
     """Live parts of the first page."""
 
     async def look(snapshot: RingSnapshot) -> Parts:
-        names = ("tiles", "workers", "queues", "jobs", "adapters", "trainings")
+        names = ("tiles", "models", "workers", "queues", "jobs", "adapters", "trainings")
         return _parts(names, ring=snapshot, jobs=snapshot.jobs) | {"curves": _json(ring_charts(snapshot.history))}
 
     return _stream(ring, snapshots, look)

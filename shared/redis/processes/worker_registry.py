@@ -97,8 +97,10 @@ class WorkerRegistry:
         name = keys.tokenizer(card.tokenizer_sha256)
         async with self._redis.pipeline() as pipe:
             pipe.set(keys.model_card(card.name), msgspec.json.encode(card), ex=keys.REGISTRY_TTL_S)
+            pipe.zadd(keys.models(), {card.name: time.time_ns() // 1_000_000}, nx=True)  # it may have no worker yet
+            pipe.expire(keys.models(), keys.REGISTRY_TTL_S)
             pipe.expire(name, keys.REGISTRY_TTL_S)
-            _, is_there = await pipe.execute()
+            *_, is_there = await pipe.execute()
         if not is_there:  # megabytes, which every worker of a ring would send
             await self._redis.set(name, msgspec.json.encode(tokenizer), ex=keys.REGISTRY_TTL_S)
         self._registered[card.name] = (card, tokenizer)

@@ -104,7 +104,7 @@ class RowModel:
     def _noted_routes(self) -> NotedRoutes:
         if self.stages > 1:
             raise UnsupportedModelError(
-                "a worker whose ranks hold layers one after another tells no experts", param="return_routed_experts"
+                "a worker whose ranks hold layers one after another reports no experts", param="return_routed_experts"
             )
         self.adapters.select(())  # a trial has rows of the base; each forward selects its own
         return NotedRoutes(self.model)
