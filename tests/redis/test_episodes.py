@@ -159,11 +159,13 @@ async def collected(redis_url: str, count: int, judge: str = MODEL, after_s: flo
 
 
 @pytest.fixture
-def long_context(monkeypatch: pytest.MonkeyPatch) -> None:
+def judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose context holds the rubric, and a calibration that is read anew for each look."""
+    monkeypatch.setattr("shared.redis.kept.episode_store.CALIBRATED_FOR_S", 0.0)
     monkeypatch.setattr(scripted_worker, "CARD", msgspec.structs.replace(CARD, context_length=4096))
 
 
-@pytest.mark.usefixtures("long_context")
+@pytest.mark.usefixtures("judged")
 async def test_the_next_message_is_judged_through_the_queue(redis_url: str, redis: Redis) -> None:
     async with working(redis_url, script) as worker, api(redis_url, feedback_ttl_days=1) as server:
         named = {"headers": {"x-session-id": "s"}}
@@ -228,7 +230,7 @@ async def test_an_agent_reports_tests_and_a_user_an_edit(keeping: Api, redis: Re
     assert (await keeping.post("/v1/feedback", {"session": "t", "exit_code": 0})).status_code == 404
 
 
-@pytest.mark.usefixtures("long_context")
+@pytest.mark.usefixtures("judged")
 async def test_nobody_judges_what_follows_answers_to_a_key_that_does_not_say_so(
     redis_url: str, redis: Redis, tmp_path: Path
 ) -> None:

@@ -1,11 +1,14 @@
 """What signals come to: chances of labels by verdicts, rewards of turns, lessons for a trainer."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from shared.episodes import EpisodePlace, JoinedTurn, Turn
+from shared.errors import SetupError
 from shared.signals import (
     DECAY,
     FACT,
@@ -20,6 +23,7 @@ from shared.signals import (
 )
 from tests.unit.api_texts import EOS, codec, ids
 from trainer.runs.distillation.hindsight import SessionTurn, is_held_out, lesson_of
+from trainer.settings import TrainSettings
 
 SURE = {"accept": {"accept": 1.0}, "correction": {"correction": 1.0}}
 
@@ -78,7 +82,9 @@ def turn(value: float, *signals: tuple[str, str], finish: str = "stop", said: st
 
 
 def test_a_correction_is_shown_to_the_teacher_alone() -> None:
-    kind, lesson = lesson_of("s", turn(0.1, ("next_message", "a number<eos>, please")), codec())
+    correction = "a number<eos>, please"
+    assert lesson_of("s", turn(0.1, ("exit_code", "")), codec(), correction)[1] is None, "neither judged nor rated"
+    kind, lesson = lesson_of("s", turn(0.1, ("verdict", "")), codec(), correction)
     assert kind == "corrected" and lesson is not None
     assert codec().decode(lesson.teacher_ids, False) == "user: how many?\n\na number , please\n"
     assert (lesson.prompt_ids, lesson.reply_ids) == (tuple(ids("user: how many?\n")), ())
@@ -96,13 +102,22 @@ def test_an_edited_reply_and_one_that_was_liked_are_lessons_as_they_are() -> Non
     "given",
     [
         turn(0.5),
-        turn(0.1),  # nobody said why
+        turn(0.1),  # neither judged nor rated
         turn(0.9, finish="length"),
         turn(0.1, ("next_message", "no"), said="not in the prompt"),
     ],
 )
 def test_a_turn_that_teaches_nothing_is_no_lesson(given: SessionTurn) -> None:
-    assert lesson_of("s", given, codec())[1] is None
+    assert lesson_of("s", given, codec(), "no")[1] is None
+
+
+def test_sessions_are_a_data_set_of_distilling_that_may_wait_for_the_night() -> None:
+    asked: dict[str, Any] = {"dataset": Path("sessions:policy"), "teacher": "tiny", "connect_to": "127.0.0.1:8000"}
+    TrainSettings(mode="distill", learn_when="idle,23:00-07:00", **asked).check()
+    with pytest.raises(SetupError, match="what sessions teach is for --mode distill"):
+        TrainSettings(mode="sft", **asked | {"teacher": ""}).check()
+    with pytest.raises(SetupError, match="is read through an api"):
+        TrainSettings(mode="dpo", **asked | {"teacher": "", "dataset": Path("feedback:p"), "connect_to": ""}).check()
 
 
 def test_sessions_are_held_out_as_a_whole_and_always_alike() -> None:

@@ -359,11 +359,11 @@ _OF_PPO_LOSS = {
     "head_hidden", "head_only", "head_learning_rate", "discount", "gae_lambda", "value_coefficient", "value_clip",
 }  # fmt: skip
 _OF_DATA = {  # settings of a trainer that all modes have a use for which learn from a data set
-    "model", "dtype", "mode", "over_http", "connect_key", "adapter", "adapter_keep_n", "run", "run_dir", "seed",
-    "dataset", "held_out_dataset", "steps", "prompts_per_step", "lora_kind", "lora_rank", "lora_scale", "lora_targets",
-    "learning_rate", "schedule", "warmup_steps", "final_rate_fraction", "max_grad_norm", "weight_decay", "adam_beta1",
-    "adam_beta2", "microbatch_tokens", "gradient_checkpointing", "max_parity", "reward_margin", "max_rejections",
-    "evaluate_every", "checkpoint_every", "keep_checkpoints", "resume", "move_run", "replace_latest",
+    "model", "dtype", "mode", "over_http", "connect_key", "adapter", "adapter_keep_n", "run", "run_dir", "learn_when",
+    "seed", "dataset", "held_out_dataset", "steps", "prompts_per_step", "lora_kind", "lora_rank", "lora_scale",
+    "lora_targets", "learning_rate", "schedule", "warmup_steps", "final_rate_fraction", "max_grad_norm", "weight_decay",
+    "adam_beta1", "adam_beta2", "microbatch_tokens", "gradient_checkpointing", "max_parity", "reward_margin",
+    "max_rejections", "evaluate_every", "checkpoint_every", "keep_checkpoints", "resume", "move_run", "replace_latest",
 }  # fmt: skip
 _OF_PPO = {  # settings of a trainer that `--mode ppo` has a use for, too
     "mode", "task", "task_options", "own_code_timeout_s", "connect_key", "adapter", "run", "run_dir", "seed", "steps",

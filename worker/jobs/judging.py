@@ -26,7 +26,7 @@ from shared.redis.kept.kept_things import Terms
 from shared.rewards.kinds import CheckedReward, check
 from shared.scoring.pool import RewardSample
 from shared.scoring.served import UNANSWERED
-from shared.signals import MOST_TEXT, Calibration, Signal, rewards_of
+from shared.signals import MOST_TEXT, Signal, rewards_of
 from shared.trajectories import Reward
 from worker.jobs.context import TickContext
 
@@ -38,7 +38,7 @@ LOOK_S = 1.0
 LEASE_MS = 300_000  # longer than a judge is waited for
 AGAIN_MS = 30_000  # after a judge that did not answer
 GIVEN_UP_MS = 86_400_000
-CALIBRATED_FOR_S = 60.0
+MOST_TERMS = 16
 LEAST_CONFIDENCE = 0.1  # of a reward that a trainer gets
 CUTS = (MOST_TEXT, 1_024, 256)  # characters of each text; a judge of a short context reads the next shorter ones
 SESSION = "session"  # the reward's name: such samples share a baseline
@@ -71,13 +71,13 @@ class Judging:
         self._context = context
         self._judge, self._after_ms = judge, int(1000 * after_s)
         self._due = DueList(context.redis, LIST)
-        self._calibrations: dict[str, tuple[float, Calibration]] = {}
+        self._by_terms: dict[Terms, EpisodeStore] = {}
 
     async def add(self, tenant: str, terms: Terms, turn: Turn) -> None:
         """Put a new turn on the list, and its parent ahead: its next message has come."""
         if not self._judge:
             return
-        episodes = EpisodeStore(self._context.redis, terms)
+        episodes = self._stores(terms)
         episode = await episodes.read(episodes_of(tenant), turn.place.session)
         me = next((each for each in joined(episode.turns) if each.turn.name == turn.name), None)
         same = [each for each in episode.turns if each.place.mark == turn.place.mark and each.request != turn.request]
@@ -116,7 +116,7 @@ class Judging:
             log.error("judging.unreadable", error=str(error))
             await self._due.done(entry)
             return
-        episodes = EpisodeStore(self._context.redis, terms)
+        episodes = self._stores(terms)
         episode = await episodes.read(episodes_of(tenant), session)
         turns = await asyncio.to_thread(joined, episode.turns)
         turn = next((each for each in turns if each.turn.name == name), None)
@@ -164,7 +164,7 @@ class Judging:
     async def _reward(
         self, tenant: str, terms: Terms, turns: Sequence[JoinedTurn], episode: Episode, name: str
     ) -> None:
-        calibration = await self._calibration(tenant, terms)
+        calibration = await self._stores(terms).calibration(episodes_of(tenant))
         reward = rewards_of(turns, episode.signals, calibration).get(name)
         if reward is None or reward.confidence < LEAST_CONFIDENCE:
             return
@@ -173,12 +173,13 @@ class Judging:
         if await answers.find(answers_of(tenant), name) is not None:
             await answers.judge(answers_of(tenant), {name: verdict})
 
-    async def _calibration(self, tenant: str, terms: Terms) -> Calibration:
-        until, calibration = self._calibrations.get(tenant, (0.0, Calibration()))
-        if time.monotonic() > until:
-            calibration = await EpisodeStore(self._context.redis, terms).calibration(episodes_of(tenant))
-            self._calibrations[tenant] = time.monotonic() + CALIBRATED_FOR_S, calibration
-        return calibration
+    def _stores(self, terms: Terms) -> EpisodeStore:
+        """The store of these terms, which remembers its calibrations. An api has one terms, a ring few apis."""
+        if terms not in self._by_terms:
+            if len(self._by_terms) >= MOST_TERMS:
+                self._by_terms.clear()
+            self._by_terms[terms] = EpisodeStore(self._context.redis, terms)
+        return self._by_terms[terms]
 
 
 def _rubric(judge: str) -> CheckedReward:

@@ -4,6 +4,7 @@ Invariants. A turn is written under its own name, so that writing it again chang
 turns, those of a tenant in bytes, and one that is not used for the answers' time to live is deleted.
 """
 
+import time
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from shared.signals import Calibration, Signal, calibrated, pairs_of
 _ORDER = "sessions"
 _TURN, _SIGNAL = b"turn:", b"signal:"
 CALIBRATED_BY = 64
+CALIBRATED_FOR_S = 60.0
+MOST_CALIBRATIONS = 1_024  # keepers
 
 
 class ListedEpisode(NamedTuple):
@@ -46,6 +49,7 @@ class EpisodeStore:
         self._redis = redis
         self._terms = terms
         self._things = KeptThings(redis, terms)
+        self._calibrations: dict[str, tuple[float, Calibration]] = {}
 
     async def add(self, keeper: str, turn: Turn) -> bool:
         """Store a turn; False when its episode is full, or larger than what the keeper may have."""
@@ -84,10 +88,19 @@ class EpisodeStore:
         return Episode(turns, dict(signals))
 
     async def calibration(self, keeper: str) -> Calibration:
-        """Chances of the judge's labels, by the verdicts in the newest CALIBRATED_BY episodes."""
-        newest = await self.list(keeper, limit=CALIBRATED_BY)
-        episodes = [await self.read(keeper, each.id) for each in newest]
-        return calibrated(pair for episode in episodes for pair in pairs_of(episode.signals))
+        """Chances of the judge's labels, by the verdicts in the newest CALIBRATED_BY episodes.
+
+        It is read anew after CALIBRATED_FOR_S, not for every session of a listing.
+        """
+        until, calibration = self._calibrations.get(keeper, (0.0, Calibration()))
+        if time.monotonic() >= until:
+            newest = await self.list(keeper, limit=CALIBRATED_BY)
+            episodes = [await self.read(keeper, each.id) for each in newest]
+            calibration = calibrated(pair for episode in episodes for pair in pairs_of(episode.signals))
+            if len(self._calibrations) >= MOST_CALIBRATIONS:
+                self._calibrations.clear()
+            self._calibrations[keeper] = time.monotonic() + CALIBRATED_FOR_S, calibration
+        return calibration
 
     async def list(self, keeper: str, *, after: str = "", limit: int = 20) -> list[ListedEpisode]:
         """Episodes by their last turn, the newest first, those after `after`."""

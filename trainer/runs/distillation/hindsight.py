@@ -59,7 +59,6 @@ class _Said(msgspec.Struct, frozen=True):
 class _Signal(msgspec.Struct, frozen=True):
     kind: str
     text: str = ""
-    labels: dict[str, float] = {}
 
 
 class _Reward(msgspec.Struct, frozen=True):
@@ -75,6 +74,7 @@ class SessionTurn(msgspec.Struct, frozen=True):
     text: str
     finish_reason: str
     messages: list[_Said]
+    follows: str | None = None
     signals: list[_Signal] = []
     reward: _Reward | None = None
     prompt_ids: tuple[int, ...] = ()
@@ -144,17 +144,24 @@ async def lessons_of(api: HttpApi, policy: str, codec: TextCodec) -> tuple[list[
             turns = await _turns(api, session)
         except NotFoundError:  # it has expired meanwhile
             continue
+        said: dict[str, str] = {}  # by the turn that it follows
+        for turn in turns:
+            if turn.follows and (text := _user_text(turn)):
+                said.setdefault(turn.follows, text)
         for turn in turns:
             counts["turns"] += 1
-            kind, lesson = lesson_of(session, turn, codec)
+            kind, lesson = lesson_of(session, turn, codec, said.get(turn.name, ""))
             if lesson is not None and turn.policy == policy:
                 counts[kind] += 1
                 lessons.append(lesson)
     return lessons, counts
 
 
-def lesson_of(session: str, turn: SessionTurn, codec: TextCodec) -> tuple[str, Lesson | None]:
-    """The lesson of a turn, with what the user did; None when there is nothing to learn from it."""
+def lesson_of(session: str, turn: SessionTurn, codec: TextCodec, said_next: str = "") -> tuple[str, Lesson | None]:
+    """The lesson of a turn, with what the user did; None when there is nothing to learn from it.
+
+    `said_next`: the user's next message. It counts when the judge has read it, or the user has given a verdict.
+    """
     reward, prompt, reply = turn.reward, turn.prompt_ids, turn.completion_ids
     if reward is None or reward.confidence < LEAST_CONFIDENCE or not prompt or not reply:
         return "", None
@@ -166,7 +173,8 @@ def lesson_of(session: str, turn: SessionTurn, codec: TextCodec) -> tuple[str, L
         return "edited", Lesson(session, turn.name, prompt, hinted, ids) if hinted else None
     if reward.value >= CONTENT and turn.finish_reason == "stop":
         return "content", Lesson(session, turn.name, prompt, prompt, reply)
-    correction = next((signal.text for signal in turn.signals if signal.kind == "next_message"), "")
+    judged = any(signal.kind in ("next_message", "verdict") for signal in turn.signals)
+    correction = said_next if judged else ""
     hinted = hinted_ids(codec, turn, correction) if correction and reward.value < CORRECTED else ()
     if not hinted:
         return "", None
@@ -178,13 +186,18 @@ def hinted_ids(codec: TextCodec, turn: SessionTurn, correction: str) -> tuple[in
 
     Special tokens spelled in the correction are taken out: it cannot end the user's message.
     """
-    said = next((each.content for each in reversed(turn.messages) if each.role == "user"), "").strip()
+    said = _user_text(turn)
     text = codec.decode(turn.prompt_ids, False)
     before, found, after = text.rpartition(said) if said else ("", "", "")
     if not found:
         return ()
     hint = HINT.format(said=said, correction=codec.without_special(correction).strip())
     return tuple(codec.encode(before + hint + after, False))
+
+
+def _user_text(turn: SessionTurn) -> str:
+    """The user's last new message of a turn's request."""
+    return next((each.content for each in reversed(turn.messages) if each.role == "user"), "").strip()
 
 
 def is_held_out(session: str) -> bool:
