@@ -341,7 +341,6 @@ class TrainSettings(
 
     @property
     def conditions(self) -> LearnWhen:
-        """The conditions of --learn-when."""
         return LearnWhen.parse(self.learn_when)
 
     def check(self) -> None:

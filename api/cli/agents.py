@@ -42,7 +42,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Agent:
+class CodingAgent:
     """A coding agent that can be started."""
 
     program: str
@@ -213,11 +213,11 @@ def _json(value: Any) -> str:
 
 
 AGENTS = {
-    "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", _claude),
-    "codex": Agent("codex", "npm install -g @openai/codex", _codex),
-    "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode),
-    "aider": Agent("aider", "python -m pip install aider-chat", _aider),
-    "crush": Agent("crush", "npm install -g @charmland/crush", _crush),
-    "continue": Agent("cn", "npm install -g @continuedev/cli", _continue),
-    "qwen-code": Agent("qwen", "npm install -g @qwen-code/qwen-code", _qwen),
+    "claude": CodingAgent("claude", "npm install -g @anthropic-ai/claude-code", _claude),
+    "codex": CodingAgent("codex", "npm install -g @openai/codex", _codex),
+    "opencode": CodingAgent("opencode", "npm install -g opencode-ai", _opencode),
+    "aider": CodingAgent("aider", "python -m pip install aider-chat", _aider),
+    "crush": CodingAgent("crush", "npm install -g @charmland/crush", _crush),
+    "continue": CodingAgent("cn", "npm install -g @continuedev/cli", _continue),
+    "qwen-code": CodingAgent("qwen", "npm install -g @qwen-code/qwen-code", _qwen),
 }

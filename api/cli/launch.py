@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from api.cli.agents import AGENTS, NO_KEY, Agent, Served, Setup
+from api.cli.agents import AGENTS, NO_KEY, CodingAgent, Served, Setup
 from api.cli.client import DEFAULT_URL, InferenceClient
 from api.cli.console import ApiKey, Model, Url, ask, err, fail, only_model
 from shared.process.settings import version
@@ -97,7 +97,7 @@ def _write(setup: Setup, folder: Path) -> None:
         fail(f"{folder}: {error.strerror}", 2)
 
 
-def _print(agent: Agent, setup: Setup, folder: Path, command: list[str], key: str) -> None:
+def _print(agent: CodingAgent, setup: Setup, folder: Path, command: list[str], key: str) -> None:
     """Settings that would be made, without the key."""
 
     def hidden(text: str) -> str:

@@ -102,6 +102,8 @@ class PostedTrajectory(RequestModel):
     group_size: _Carried
     temperature: _Carried
     collected_ms: _Carried
+    routes: _Carried
+    teacher_logprobs: _Carried
 
     @model_validator(mode="after")
     def _whole(self) -> "PostedTrajectory":

@@ -119,7 +119,7 @@ class SharedKVCache(RaggedKVCache):
         if not self.groups.rows:
             return own
         readable = {key: self._readable(self.beginnings[key], sizes) for key in self.groups.rows}
-        return read_of(Read(self.groups, readable, own, self.form))
+        return read_of(SharedRead(self.groups, readable, own, self.form))
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> mx.array:
         """Own positions that each row's next `N` queries may see; of a beginning they see all."""
@@ -196,7 +196,7 @@ class SharedQuantisedKVCache(SharedKVCache, RaggedQuantisedKVCache):
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class SharedRead:
     """The object that attention gets in place of keys, and of MLA's latents; numbers, not packed ones."""
 
     groups: Groups
@@ -285,8 +285,8 @@ class Read:
         return output, mx.max(scores, axis=-1) - mx.log(mx.max(weights, axis=-1))
 
 
-def read_of(read: Read) -> tuple[Read, mx.array]:
-    """What `update_and_fetch` gives a model."""
+def read_of(read: SharedRead) -> tuple[SharedRead, mx.array]:
+    """Keys and values as a cache's `update_and_fetch` returns them to a model."""
     rotary = read.own[1]
     if read.form == "keys":
         return read, rotary
@@ -305,7 +305,7 @@ class _Turned:
     """MLA's latents as keys or as values of heads: attention turns queries and outputs instead, which are fewer."""
 
     linear: Any
-    read: Read
+    read: SharedRead
 
 
 def _together(queries_RHND: mx.array) -> mx.array:
@@ -336,7 +336,7 @@ def install() -> None:
     fused_attention = mx.fast.scaled_dot_product_attention
 
     def attention(q: mx.array, k: Any, v: Any, *, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
-        if isinstance(k, Read):
+        if isinstance(k, SharedRead):
             return k.attended(q, scale, mask, sinks)
         if isinstance(k, _Turned):
             return cast(mx.array, v.linear(k.read.attended(k.linear(q), scale, mask, sinks)))
@@ -349,6 +349,6 @@ def install() -> None:
 
 def _turning(call: Callable[..., Any]) -> Callable[..., Any]:
     def turned(self: Any, x: Any, transpose: bool = True) -> Any:
-        return _Turned(self, x) if isinstance(x, Read) and x.form == "latents" else call(self, x, transpose)
+        return _Turned(self, x) if isinstance(x, SharedRead) and x.form == "latents" else call(self, x, transpose)
 
     return turned

@@ -8,7 +8,7 @@ _MODEL_FLAGS = ("--model", "--model-path")
 
 
 class HostSettings(BaseModel):
-    """Part of WorkerSettings."""
+    """Part of the worker's settings: which models it holds, when it serves several."""
 
     models: list[str] = Field(
         default=[], description="further models, as --model given several times: this process holds them in turn"

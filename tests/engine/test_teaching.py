@@ -23,7 +23,7 @@ from trainer.learn.options import AdapterShape, LossOptions, TeachingOptions
 from trainer.learn.policy import Policy
 from trainer.rollouts.conversation import Opening
 from trainer.rollouts.environments import Observation, hinted
-from trainer.rollouts.groups import RolloutGroup, ScoreRequest
+from trainer.rollouts.groups import RolloutGroup, TeacherRequest
 from trainer.rollouts.teaching import Teaching
 from trainer.settings import TrainSettings
 
@@ -111,13 +111,13 @@ class Asked:
     """Encodes a prompt as its length, and scores everything alike."""
 
     def __init__(self, failing: bool = False) -> None:
-        self.requests: list[ScoreRequest] = []
+        self.requests: list[TeacherRequest] = []
         self._failing = failing
 
     async def opening(self, observation: Observation) -> Opening:
         return Opening(tuple(range(len(str(observation.prompt)))))
 
-    async def score(self, request: ScoreRequest) -> tuple[float, ...]:
+    async def score(self, request: TeacherRequest) -> tuple[float, ...]:
         if self._failing:
             raise ServiceUnavailableError("nobody serves it")
         self.requests.append(request)

@@ -20,7 +20,6 @@ NOUNS = {
     "api/doctor/tuning.py",  # a part of the doctor, which starts a process that loads MLX
     "shared/text/languages/language.py",  # the language of a model, which needs a tokenizer; the others need none
     "api/http/ollama_errors.py",  # how a protocol says errors: each is a file
-    "api/checks/public_addresses.py",  # the rule of security by which webhooks and images are sent and fetched
     "shared/machine/commands.py",  # how programs of macOS are run: memory, power, heat and addresses come by them
     "shared/ranks.py",  # the status of a rank, which workers and trainers report and an api shows
     "shared/seeds.py",  # seeds that follow from others: a promise to clients, so in one place

@@ -19,7 +19,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_model.kv.kinds import leaves, mapped
-from mlx_model.kv.shared import Form, Groups, Pair, Read, read_of, with_queries
+from mlx_model.kv.shared import Form, Groups, Pair, SharedRead, read_of, with_queries
 from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
 from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
 from trainer.learn.picture_places import Laid, Shown, behind, looking, shown
@@ -412,9 +412,9 @@ class Continued:
         lengths = {row: prompts[key][0].shape[2] for key, rows in groups.rows.items() for row in rows}
         self.offset = mx.array([lengths[row] for row in range(groups.count)])
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Read, mx.array]:
-        """What attention reads in place of keys and values."""
-        return read_of(Read(self._groups, self._prompts, (keys, values), self._form, learns=True))
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[SharedRead, mx.array]:
+        """The rows' keys and values, in the form that attention reads with the prompts'."""
+        return read_of(SharedRead(self._groups, self._prompts, (keys, values), self._form, learns=True))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
         """A causal mask of the rows' own positions."""

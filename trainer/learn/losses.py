@@ -204,7 +204,7 @@ def _ratio(x: LossInputs) -> mx.array:
 
 
 def _advantages(x: LossInputs) -> mx.array:
-    """Of each token [B, T], or of each row [B, 1]."""
+    """Advantages by token, shape [B, T], or by row, shape [B, 1]."""
     return x.advantage_B[:, None] if x.advantage_BT is None else x.advantage_BT
 
 

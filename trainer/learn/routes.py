@@ -67,6 +67,6 @@ def replaying(replay: Replay | None, routes_BLW: mx.array | None) -> AbstractCon
 
 
 def replay_of(module: Any) -> Replay | None:
-    """What a model, or a layer of it, replays; None: its routers choose."""
+    """The replay of a model or of one of its layers; None if its routers choose by themselves."""
     replay: Replay | None = getattr(module, "routes_replay", None)
     return replay

@@ -32,7 +32,7 @@ from shared.text.codec import TextCodec
 from shared.training import AlertKind
 from shared.trajectories import Trajectory, trajectory_of
 from trainer.ring.ring import Candidate, Stored
-from trainer.rollouts.groups import RolloutRequest, ScoreRequest
+from trainer.rollouts.groups import RolloutRequest, TeacherRequest
 
 log = structlog.get_logger()
 
@@ -94,7 +94,7 @@ class RingScorer:
         self._card, self._calls = card, calls
         self._store = AdapterStore(redis)
 
-    async def score(self, request: ScoreRequest) -> tuple[float, ...]:
+    async def score(self, request: TeacherRequest) -> tuple[float, ...]:
         """The teacher's log-probabilities. ServiceUnavailableError when the sequence ended without them."""
         adapter = "" if request.teacher == self._card.name else request.teacher
         if adapter and "@" not in adapter and not await self._store.latest(adapter):

@@ -63,7 +63,7 @@ class ChatEncoder:
         return Opening(tuple(ids), chat.images.refs, chat.images.vision.image_token_id, chat.files)
 
     def text(self, completion_ids: Sequence[int]) -> str:
-        """Reply without special tokens."""
+        """The reply's text without special tokens."""
         return self._codec.decode(completion_ids)
 
     def action(self, observation: Observation, completion_ids: Sequence[int]) -> str:
@@ -98,7 +98,7 @@ class ChatEncoder:
         return msgspec.json.encode(message).decode()
 
     def _named(self, observation: Observation) -> dict[str, Any]:
-        """Variables of the template."""
+        """The run's variables of the template, with the tools of the observation."""
         tools = {"tools": list(observation.tools)} if observation.tools else {}
         return {**self._variables, **tools}
 

@@ -36,7 +36,7 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True)
-class ScoreRequest:
+class TeacherRequest:
     """A completion whose log-probabilities a teacher is to give."""
 
     id: str
@@ -46,9 +46,9 @@ class ScoreRequest:
 
 
 class Scorer(Protocol):
-    """Gives a teacher's log-probabilities."""
+    """A model that gives log-probabilities of completions as a teacher."""
 
-    async def score(self, request: ScoreRequest) -> tuple[float, ...]:
+    async def score(self, request: TeacherRequest) -> tuple[float, ...]:
         """The model's own log-probability of each completion token. ParallmError when there is none."""
 
 

@@ -16,7 +16,7 @@ from shared.errors import ParallmError
 from shared.trajectories import Trajectory
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Observation, hinted
-from trainer.rollouts.groups import Scorer, ScoreRequest
+from trainer.rollouts.groups import Scorer, TeacherRequest
 
 SELF = "self"
 
@@ -37,7 +37,7 @@ class Teaching:
             return msgspec.structs.replace(sample, error=said)
         told = (await self._conversation.opening(hinted(observation))).ids if observation.hint else sample.prompt_ids
         teacher = adapter if self._teacher == SELF else self._teacher
-        request = ScoreRequest(f"{id}-{sample.sample_index}-taught", told, sample.completion_ids, teacher)
+        request = TeacherRequest(f"{id}-{sample.sample_index}-taught", told, sample.completion_ids, teacher)
         try:
             logprobs = await self._scorer.score(request)
         except ParallmError as error:

@@ -62,7 +62,6 @@ class Held:
     task: "asyncio.Task[None] | None" = None  # its life
 
     def become(self, state: HeldState, why: str = "") -> None:
-        """Begin another state."""
         self.state, self.since_ms, self.progress, self.why = state, now_ms(), 0.0, why
 
     def advance(self, progress: float) -> None:
@@ -71,7 +70,7 @@ class Held:
 
     @property
     def status(self) -> HeldModel:
-        """For a heartbeat."""
+        """The model as the next heartbeat reports it."""
         progress = self.progress
         if self.state == "loading" and self.expected_s:  # much of a load is not reading weights
             progress = max(progress, min(0.95, (now_ms() - self.since_ms) / 1000 / self.expected_s))
@@ -89,7 +88,7 @@ class Held:
 
 
 class HostProcess:
-    """One machine's host."""
+    """The host of one machine, which starts a worker for each model that it holds."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -526,5 +525,4 @@ def _may_be_fetched(source: str) -> bool:
 
 
 def now_ms() -> int:
-    """Unix time."""
     return time.time_ns() // 1_000_000

@@ -110,7 +110,6 @@ class WorkerChild:
             await self.kill()
 
     async def kill(self) -> None:
-        """End it at once."""
         self._send(signal.SIGKILL)
         await self.ended()
 

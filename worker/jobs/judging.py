@@ -140,7 +140,7 @@ class Judging:
         await self._due.done(entry)
 
     async def _next_message(self, turn: Turn, turns: Sequence[JoinedTurn], age_ms: int) -> Signal | None:
-        """What follows a turn, labelled; None when the judge does not answer, or nothing has followed yet."""
+        """The judged message after a turn; None when the judge does not answer, or nothing has followed yet."""
         later = [each.turn for each in turns if each.turn.created_ms > turn.created_ms]
         if any(turn.place.mark and each.place.mark == turn.place.mark for each in later):
             return Signal("next_message", labels={"retry": 1.0}, detail="the same request again")

@@ -24,7 +24,7 @@ _Io = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Call:
+class ChatCall:
     """A chat that an agent wants the next message of."""
 
     messages: tuple[Message, ...]
@@ -45,7 +45,7 @@ class EpisodeOverError(Exception):
     """The episode takes no more turns; the message is for the agent."""
 
 
-Sink = Callable[[Call | Feedback], None]
+Sink = Callable[[ChatCall | Feedback], None]
 
 
 class ModelEndpoint:
@@ -122,7 +122,7 @@ class ModelEndpoint:
             raise _RefusedError(400, "'messages' is a list of messages, 'tools' one of tools")
         if body.get("n") not in (None, 1):
             raise _RefusedError(400, "an episode has one answer to a request: 'n' is 1")
-        call = Call(tuple(map(_plain, messages)), tuple(tools), asyncio.get_running_loop().create_future())
+        call = ChatCall(tuple(map(_plain, messages)), tuple(tools), asyncio.get_running_loop().create_future())
         sink(call)
         try:
             message = await call.answer

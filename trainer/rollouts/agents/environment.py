@@ -22,7 +22,7 @@ from typing import Any
 
 from shared.errors import SetupError
 from shared.jobs import Message
-from trainer.rollouts.agents.endpoint import Call, Feedback, ModelEndpoint
+from trainer.rollouts.agents.endpoint import ChatCall, Feedback, ModelEndpoint
 from trainer.rollouts.agents.program import AgentError, OncePerEpisode, Program, Rewarding, ServingProgram
 from trainer.rollouts.agents.runs import AgentRun
 from trainer.rollouts.environments import Observation, Outcome, Question
@@ -139,7 +139,7 @@ class Agent:
                 raise ValueError("the agent ended sooner when it was played again with the same answers")
         return run
 
-    async def _begun(self, task: int) -> tuple[AgentRun, Call]:
+    async def _begun(self, task: int) -> tuple[AgentRun, ChatCall]:
         line = self._lines[task % self.count] if self.count else None
         run = AgentRun(self._program, self._endpoint, task, line, self._most)
         await run.begin()

@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 
 
 async def called(session: Any, call: Any) -> str:
-    """What a tool says, or what was wrong with the call."""
+    """The text of a tool's result, or the error of the call."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
         result = await session.call_tool(call.function.name, arguments)

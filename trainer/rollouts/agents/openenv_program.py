@@ -24,14 +24,13 @@ except ImportError:
 
 
 def shown(observation: Any, name: str) -> str:
-    """An observation as text."""
     if name:
         observation = observation[name]
     return observation if isinstance(observation, str) else json.dumps(observation)
 
 
 async def play(options: dict[str, Any], http: Any, episode: dict[str, Any]) -> dict[str, Any]:
-    """One episode; its line."""
+    """Play one episode, and return its line."""
     arguments = dict(options.get("reset") or {})
     if options.get("seeded"):
         arguments["seed"] = episode["task"]

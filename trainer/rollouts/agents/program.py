@@ -28,7 +28,7 @@ _SHOWN = 2000  # characters of an error that a program has written
 
 
 @dataclass(frozen=True)
-class Episode:
+class ProgramEpisode:
     """Place of an episode, as a program gets it."""
 
     task: int
@@ -42,12 +42,12 @@ class AgentError(Exception):
 
 
 class Program(Protocol):
-    """Plays episodes."""
+    """A program of the user's that plays episodes by asking a model."""
 
     async def close(self) -> None:
         """End what outlives an episode."""
 
-    async def play(self, episode: Episode) -> Feedback:
+    async def play(self, episode: ProgramEpisode) -> Feedback:
         """Play an episode to its end, and return the program's verdict. AgentError when it has none.
 
         Cancelling it ends what plays.
@@ -66,7 +66,7 @@ class OncePerEpisode:
     async def close(self) -> None:
         return
 
-    async def play(self, episode: Episode) -> Feedback:
+    async def play(self, episode: ProgramEpisode) -> Feedback:
         folder = tempfile.mkdtemp(prefix="episode-")
         try:
             code, said, error = await self._run(self.command, episode, folder)
@@ -82,7 +82,7 @@ class OncePerEpisode:
         except (ValueError, IndexError):
             raise AgentError(f"the program's last word is no number (exit code {code}): {error[-_SHOWN:]}") from None
 
-    async def _run(self, command: Sequence[str], episode: Episode, folder: str) -> tuple[int, str, str]:
+    async def _run(self, command: Sequence[str], episode: ProgramEpisode, folder: str) -> tuple[int, str, str]:
         variables = {
             "OPENAI_BASE_URL": episode.base_url,
             "OPENAI_API_KEY": episode.key,
@@ -107,7 +107,7 @@ class ServingProgram:
         self._starting = asyncio.Lock()
         self._ends: dict[str, asyncio.Future[Feedback]] = {}
 
-    async def play(self, episode: Episode) -> Feedback:
+    async def play(self, episode: ProgramEpisode) -> Feedback:
         async with self._starting:
             process = await self._running()
         end = self._ends[episode.key] = asyncio.get_running_loop().create_future()

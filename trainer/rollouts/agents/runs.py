@@ -6,8 +6,8 @@ import secrets
 from typing import Any
 
 from shared.jobs import Message
-from trainer.rollouts.agents.endpoint import Call, EpisodeOverError, Feedback, ModelEndpoint
-from trainer.rollouts.agents.program import AgentError, Episode, Program
+from trainer.rollouts.agents.endpoint import ChatCall, EpisodeOverError, Feedback, ModelEndpoint
+from trainer.rollouts.agents.program import AgentError, ProgramEpisode, Program
 
 
 class AgentRun:
@@ -17,22 +17,21 @@ class AgentRun:
         self._program, self._endpoint = program, endpoint
         self._task, self._line = task, line
         self._left = most_calls
-        self._calls: asyncio.Queue[Call | None] = asyncio.Queue()  # None: it has ended
+        self._calls: asyncio.Queue[ChatCall | None] = asyncio.Queue()  # None: it has ended
         self._posted: Feedback | None = None
         self._playing: asyncio.Task[Feedback] | None = None
-        self.asked: Call | None = None  # the question that waits for its answer
+        self.asked: ChatCall | None = None  # the question that waits for its answer
         self.messages: tuple[Message, ...] = ()  # of the conversation that is learned from, as the agent has shown it
         self.key = secrets.token_hex(16)
 
     async def begin(self) -> None:
-        """Start the program."""
         url = await self._endpoint.url()
         self._playing = asyncio.create_task(
-            self._play(Episode(self._task, self._line, f"{url}/{self.key}/v1", self.key))
+            self._play(ProgramEpisode(self._task, self._line, f"{url}/{self.key}/v1", self.key))
         )
 
-    async def next(self) -> Call | Feedback:
-        """Its next question, or its verdict at its end; AgentError when it failed without one."""
+    async def next(self) -> ChatCall | Feedback:
+        """The program's next question, or its verdict at its end; AgentError when it failed without one."""
         call = await self._calls.get()
         if call is not None:
             self.asked = call
@@ -60,14 +59,14 @@ class AgentRun:
             with contextlib.suppress(asyncio.CancelledError, AgentError):
                 await self._playing
 
-    async def _play(self, episode: Episode) -> Feedback:
+    async def _play(self, episode: ProgramEpisode) -> Feedback:
         try:
             with self._endpoint.takes(self.key, self._take):
                 return await self._program.play(episode)
         finally:
             self._calls.put_nowait(None)
 
-    def _take(self, said: Call | Feedback) -> None:
+    def _take(self, said: ChatCall | Feedback) -> None:
         if isinstance(said, Feedback):
             self._posted = said
             return

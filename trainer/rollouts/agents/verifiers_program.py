@@ -35,7 +35,7 @@ HARNESS = {"id": "null"}  # a chat without tools of its own; verifiers' default 
 Play = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]  # an episode's line to that of its end
 
 
-class Tasks:
+class NumberedTasks:
     """Tasks of a taskset by number, without end where it has an end."""
 
     def __init__(self, taskset: Any) -> None:
@@ -65,9 +65,9 @@ def configured(given: dict[str, Any]) -> Any:
 
 @contextlib.asynccontextmanager
 async def taskset(given: dict[str, Any]) -> AsyncIterator[Play]:
-    """An environment of 0.4."""
+    """Plays episodes of an environment of verifiers 0.4."""
     env = load_environment(configured(given))
-    tasks = Tasks(env.taskset)
+    tasks = NumberedTasks(env.taskset)
 
     async def play(episode: dict[str, Any]) -> dict[str, Any]:
         key = f"PARALLM_KEY_{episode['episode']}"
