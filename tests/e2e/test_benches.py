@@ -184,6 +184,7 @@ SMALLEST = {
     "prefix": Smallest(
         "--rounds 1", {**SHAPES, "PREFIX": 200, "QUESTION": 4, "GROUP_PROMPT": 8, "GROUP": 2, "DIFFERENT": 2}
     ),
+    "placement": Smallest("bursts --minutes 1 --seeds 1"),
     "redis_scaling": Smallest(
         "--workers 1 --apis 1 --rows 2 --step-ms 5 --tokens 8 --prompt 4 --seconds 0.2 --processes 1",
         {"WARM_UP_S": 0.1},
@@ -193,6 +194,7 @@ SMALLEST = {
         {"LEVELS": {"smallest": level()}, "tests.bench.redis_scaling.WARM_UP_S": 0.1},
         scale,
     ),
+    "routing": Smallest("--prompts 1 --samples 2"),
     "served": Smallest("--models tiny --streams 1 --rounds 1 --prompt 4 --tokens 32 --no-peer"),
     "shared_prompts": Smallest(
         "--shape small --rows 2 --context 16 --job 1 16 2 20 --rounds 1 --steps 1",
