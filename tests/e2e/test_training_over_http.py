@@ -25,8 +25,8 @@ from trainer.learn.batches import Sample, SampleGroup
 from trainer.ring.http_client import HttpApi
 from trainer.ring.over_http import HttpSource
 from trainer.rollouts.groups import RolloutRequest
-from trainer.runs.metrics import read
 from trainer.runs.distillation.teacher import scored
+from trainer.runs.metrics import read
 
 KEY = "a-key-that-is-long-enough"
 RECIPE = (

@@ -15,7 +15,16 @@ import numpy.typing as npt
 
 from shared.errors import SetupError
 from trainer.rollouts.environments import load_object
-from trainer.rollouts.own.own_messages import ActCall, CodeAnswer, CodeCall, CodeFailure, CopiesCall, Played, Space, Start
+from trainer.rollouts.own.own_messages import (
+    ActCall,
+    CodeAnswer,
+    CodeCall,
+    CodeFailure,
+    CopiesCall,
+    Played,
+    Space,
+    Start,
+)
 from trainer.rollouts.own.own_process import main, unpacked
 
 Floats = npt.NDArray[np.float32]

@@ -1,8 +1,8 @@
 """The environments that networks learn in: ours, by name, and the user's own (`--task package.module:Class`).
 
-One of the user's lives in a process of its own (trainer/rollouts/own/own_code.py). What it does wrong ends the run and is
-named with its line. Where somebody else has ended that process, its episodes count as cut off, and new ones begin; so
-often in a row that nothing is played any more, that ends the run, too.
+One of the user's lives in a process of its own (trainer/rollouts/own/own_code.py). What it does wrong ends the run and
+is named with its line. Where somebody else has ended that process, its episodes count as cut off, and new ones begin;
+so often in a row that nothing is played any more, that ends the run, too.
 """
 
 import itertools

@@ -8,9 +8,9 @@ answers are the actions, and what the program puts after an answer (a tool's res
 and stays out of the loss. A request that does not continue that conversation (a sub-agent, a compaction, a judge) is
 answered by `side_policy` through the queue, too, and is not learned from.
 
-Invariant. `reset` and `step` may be called in another process, or twice (trainer/rollouts/own/own_code.py): `info` holds
-the task and all answers so far, so that a run that is not here is played again from its beginning. Programs must ask
-the same after the same answers; one that does not loses its sample.
+Invariant. `reset` and `step` may be called in another process, or twice (trainer/rollouts/own/own_code.py): `info`
+holds the task and all answers so far, so that a run that is not here is played again from its beginning. Programs must
+ask the same after the same answers; one that does not loses its sample.
 """
 
 import asyncio

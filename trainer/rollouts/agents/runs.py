@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.jobs import Message
 from trainer.rollouts.agents.endpoint import ChatCall, EpisodeOverError, Feedback, ModelEndpoint
-from trainer.rollouts.agents.program import AgentError, ProgramEpisode, Program
+from trainer.rollouts.agents.program import AgentError, Program, ProgramEpisode
 
 
 class AgentRun:

@@ -1,4 +1,4 @@
-"""`python -m trainer.rollouts.own.own_process`: runs a reward or an environment of the user's own (own_code.py starts it).
+"""`python -m trainer.rollouts.own.own_process`: runs a user's reward or environment (own_code.py starts it).
 
 Calls run beside one another in an event loop, as they would in the trainer's. While one blocks the loop, no sign of
 life is given: after the time of a call, a timer that needs neither the loop nor the interpreter writes down where it
