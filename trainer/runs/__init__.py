@@ -4,7 +4,7 @@
 from rollouts and live traffic (`--mode rl`): `rl.py` opens it, `parts.py` is what it is made of, `inbox.py` what it
 trains on next, `served.py` the versions that workers sample from (`examine.py`, `foreign.py`, `posted.py`),
 `orders.py` what users ask of it, `metrics.py` what it reports. `data.py` is a run on a data set: `tuning.py` (sft,
-dpo; `feedback.py`), `distilling.py` (`teacher.py` asks for the scores, `hindsight.py` for what sessions teach) and
-`heads.py` (`--mode reward`). `ppo.py` trains a network that acts (`acting.py`, `numeric_environments.py`). `team.py`
-and `agents.py`: several policies in one process. `stopping.py` turns signals into an end in order.
+dpo), `distilling.py` (`teacher.py` asks for the scores, `hindsight.py` for what sessions teach) and `heads.py`
+(`--mode reward`). `ppo.py` trains a network that acts (`acting.py`, `numeric_environments.py`). `team.py` and
+`agents.py`: several policies in one process. `stopping.py` turns signals into an end in order.
 """
