@@ -1,6 +1,6 @@
 """`mlx_parallm_train --mode sft` and `--mode dpo`: runs on a data set (datasets/run.py) that tune a policy.
 
-With `--dataset feedback:POLICY` the data set is what users have said (trainer/ring/feedback.py), as it was when the run began.
+With `--dataset feedback:POLICY` the data set is what users have said (trainer/ring/feedback.py) before the run began.
 
 A worker that has loaded a version is asked for samples behind held-out prompts, whose log-probabilities must be ours.
 """
