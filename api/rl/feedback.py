@@ -102,7 +102,7 @@ class FeedbackBody(RequestModel):
         return self
 
     def signal(self, written: str) -> Signal | None:
-        """The signal about the turn with this reply; None where the feedback is a verdict."""
+        """Signal that the body reports of the turn with this reply; None for a verdict or a remark."""
         if self.exit_code is not None:
             return Signal("exit_code", float(self.exit_code == 0), detail=f"exit code {self.exit_code}")
         if self.tests is not None:

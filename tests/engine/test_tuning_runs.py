@@ -22,10 +22,10 @@ from shared.trajectories import Trajectory
 from tests.training.in_process import MemorySink
 from tests.training.nobody import NoBoard
 from tests.training.run import in_process_ring, train
+from trainer.ring.feedback import JudgedAnswer
 from trainer.ring.http_client import HttpApi
 from trainer.ring.join import Way
 from trainer.rollouts.groups import RolloutRequest
-from trainer.runs.feedback import JudgedAnswer
 from trainer.runs.metrics import read
 from trainer.runs.tuning import TuneRun
 from trainer.settings import TrainSettings
@@ -324,7 +324,7 @@ async def test_preferences_are_asked_for_once_and_a_resumed_run_goes_on_with_the
                 answers[name] = JudgedAnswer(name, 10**13, policy, tuple(ids[0]), tuple(ids[1]), text, **said)
         return answers
 
-    monkeypatch.setattr("trainer.runs.feedback.judged_answers", judged)
+    monkeypatch.setattr("trainer.ring.feedback.judged_answers", judged)
     tiny = TextCodec(export_tokenizer(mlx_lm.utils.load_tokenizer(Path("models/tiny"))))
     asking: dict[str, Any] = {"mode": "dpo", "dataset": Path("feedback:taught"), "connect_to": "127.0.0.1:1"}
     run = settings(tmp_path, **asking, steps=1)

@@ -26,8 +26,8 @@ from tests.redis.api_servers import Api, api, key_file
 from tests.redis.scripted_worker import MODEL, Answer, working
 from tests.unit.api_texts import codec, ids
 from tests.waiting import wait_until
+from trainer.ring.feedback import judged_answers, pairs_of, preferences
 from trainer.ring.http_client import HttpApi
-from trainer.runs.feedback import judged_answers, pairs_of, preferences
 from worker.jobs.collecting import Collecting
 from worker.jobs.context import TickContext
 from worker.jobs.verdicts import Verdicts
@@ -293,7 +293,7 @@ async def test_the_oldest_answers_make_room(redis_url: str, redis: Redis) -> Non
 async def test_preferences_come_as_pairs_of_token_ids(
     redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.runs.feedback.PAGE", 1)
+    monkeypatch.setattr("trainer.ring.feedback.PAGE", 1)
     day_ms, now_ms = 86_400_000, int(1000 * time.time())
     async with (
         working(redis_url, lambda spec: Answer(f"said {spec.id[-1]}")),

@@ -1,6 +1,6 @@
 """`mlx_parallm_train --mode sft` and `--mode dpo`: runs on a data set (datasets/run.py) that tune a policy.
 
-With `--dataset feedback:POLICY` the data set is what users have said (feedback.py), as it was when the run began.
+With `--dataset feedback:POLICY` the data set is what users have said (trainer/ring/feedback.py) before the run began.
 
 A worker that has loaded a version is asked for samples behind held-out prompts, whose log-probabilities must be ours.
 """
@@ -30,11 +30,11 @@ from trainer.learners.kinds import Made, TuneOptions, made_with
 from trainer.learners.lines import Data, hold_out
 from trainer.learners.tuning import RowLearner
 from trainer.learners.tuning_examples import Tuning, TuningExamples, read_examples
+from trainer.ring import feedback
 from trainer.ring.http_client import HttpApi
 from trainer.rollouts.groups import RolloutRequest
 from trainer.rollouts.picture_shelf import PictureShelf
 from trainer.rollouts.sight import Sight, sight_of
-from trainer.runs import feedback
 from trainer.runs.data import ASK_AGAIN_S, DataRun, options_of
 from trainer.versions.checkpoint import write_whole
 

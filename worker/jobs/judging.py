@@ -21,7 +21,7 @@ from shared.jobs import RewardSpec
 from shared.redis.connection.faults import reason
 from shared.redis.due.due_list import DueList
 from shared.redis.kept.answer_store import AnswerStore, Verdict, answers_of
-from shared.redis.kept.episode_store import Episode, EpisodeStore, episodes_of
+from shared.redis.kept.episode_store import EpisodeStore, StoredEpisode, episodes_of
 from shared.redis.kept.kept_things import Terms
 from shared.rewards.kinds import CheckedReward, check
 from shared.scoring.pool import RewardSample
@@ -162,7 +162,7 @@ class Judging:
         return None
 
     async def _reward(
-        self, tenant: str, terms: Terms, turns: Sequence[JoinedTurn], episode: Episode, name: str
+        self, tenant: str, terms: Terms, turns: Sequence[JoinedTurn], episode: StoredEpisode, name: str
     ) -> None:
         calibration = await self._stores(terms).calibration(episodes_of(tenant))
         reward = rewards_of(turns, episode.signals, calibration).get(name)

@@ -35,7 +35,7 @@ class ListedEpisode(NamedTuple):
     title: str  # how its first message begins
 
 
-class Episode(NamedTuple):
+class StoredEpisode(NamedTuple):
     """The turns of an episode in no order, and signals by the turn's name."""
 
     turns: list[Turn]
@@ -74,7 +74,7 @@ class EpisodeStore:
         field = f"{_SIGNAL.decode()}{signal.kind}:{turn}"
         return await self._things.put(keeper, session, {field: msgspec.json.encode(signal)}, "there")
 
-    async def read(self, keeper: str, session: str) -> Episode:
+    async def read(self, keeper: str, session: str) -> StoredEpisode:
         """An episode; one without turns when it is not there."""
         fields: dict[bytes, bytes] = await ask(self._redis, "HGETALL", keys.kept(keeper, session))
         turns: list[Turn] = []
@@ -85,7 +85,7 @@ class EpisodeStore:
             elif name.startswith(_SIGNAL):
                 turn = name.split(b":", 2)[2].decode()
                 signals[turn].append(msgspec.json.decode(value, type=Signal))
-        return Episode(turns, dict(signals))
+        return StoredEpisode(turns, dict(signals))
 
     async def calibration(self, keeper: str) -> Calibration:
         """Chances of the judge's labels, by the verdicts in the newest CALIBRATED_BY episodes.
