@@ -41,7 +41,7 @@ def obstacle(models: RingModels, entry: CatalogueEntry) -> Obstacle | None:
     if not offering:
         return Obstacle(
             f"none of the {len(hosts)} hosts offers '{entry.source}': a host offers the models of its --model flags, "
-            "and with --from-catalogue those of the catalogue that it has or may fetch"
+            "and with --from-catalogue those of the catalogue that it may fetch or has in its --catalogue-folders"
         )
     fitting = [host for host in offering if host.offers[entry.name] <= (host.memory_bytes or float("inf"))]
     if not fitting:

@@ -1,6 +1,7 @@
 """Settings of a worker process that serves several models: a host, which starts one worker for each that it holds."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from pydantic import BaseModel, Field
 
@@ -16,6 +17,11 @@ class HostSettings(BaseModel):
     from_catalogue: bool = Field(
         default=False,
         description="serve the models of the ring's catalogue (mlx_parallm models), too, as requests come",
+    )
+    catalogue_folders: list[Path] = Field(
+        default=[],
+        description="with --from-catalogue: folders in which the catalogue may name models of this machine; without "
+        "any it may only name those of the hub",
     )
     max_loaded_models: int = Field(
         default=0, ge=0, description="models that are in memory at once, at most; 0: as many as fit"

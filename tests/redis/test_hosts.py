@@ -180,13 +180,20 @@ async def test_models_of_the_catalogue_are_offered_where_their_files_are(
     redis: Redis, redis_url: str, tmp_path: Path
 ) -> None:
     store = CatalogueStore(redis)
-    async with hosting(redis, redis_url, model(tmp_path, "a"), from_catalogue=True) as ring:
+    opened, closed = tmp_path / "opened", tmp_path / "closed"
+    opened.mkdir()
+    closed.mkdir()
+    (opened / "way-out").symlink_to(closed)
+    own = {"from_catalogue": True, "catalogue_folders": [opened]}
+    async with hosting(redis, redis_url, model(tmp_path, "a"), **own) as ring:
         await wait_until(ring.becomes(a="ready"))
-        await store.put(CatalogueEntry("here", str(model(tmp_path, "here"))))
+        await store.put(CatalogueEntry("closed", str(model(closed, "closed"))))
+        await store.put(CatalogueEntry("linked", str(opened / "way-out" / "closed")))
+        await store.put(CatalogueEntry("here", str(model(opened, "here"))))
         await store.put(CatalogueEntry("elsewhere", "/no/such/folder"))
-        await store.put(CatalogueEntry("wrong", str(model(tmp_path, "wrong", why="no config.json"))))
-        await store.put(CatalogueEntry("others", str(model(tmp_path, "others")), sha256="0" * 64))
-        await store.put(CatalogueEntry("group", str(model(tmp_path, "group")), ranks=2))
+        await store.put(CatalogueEntry("wrong", str(model(opened, "wrong", why="no config.json"))))
+        await store.put(CatalogueEntry("others", str(model(opened, "others")), sha256="0" * 64))
+        await store.put(CatalogueEntry("group", str(model(opened, "group")), ranks=2))
         await store.put(CatalogueEntry("hub", "an-org/a-model"))
 
         async def offered() -> bool:

@@ -12,7 +12,7 @@ import pytest
 from shared.errors import ParallmError, SetupError
 from shared.process.settings import load
 from tests.waiting import wait_until
-from trainer.rollouts.copies import Copies
+from trainer.rollouts.own.copies import Copies
 from trainer.rollouts.own.own_messages import ActCall, CodeCall, CopiesCall, Space, Start, packed
 from trainer.runs.numeric_environments import Environments, open_environments
 from trainer.settings import TrainSettings

@@ -11,8 +11,8 @@ import pytest
 from shared.errors import SetupError
 from tests.unit.own_code import HARD
 from tests.waiting import HANG_S, wait_until
-from trainer.rollouts import own_code
 from trainer.rollouts.environments import Observation
+from trainer.rollouts.own import own_code
 from trainer.rollouts.own.own_code import (
     TOGETHER,
     BlockedError,

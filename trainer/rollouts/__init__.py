@@ -8,7 +8,7 @@ with `pacing.py` (how far ahead of training), `episodes.py` (one group from star
 `teaching.py` has samples scored by a teacher. `agents/` makes environments of programs that ask a model.
 
 Other sources: `live.py` (live traffic), `atropos.py` (Atropos' run-api). `own/` runs code of the user's own in a
-process that can be killed, `copies.py` environments there where a network acts.
+process that can be killed.
 
 Which task a new group is of: `curriculum.py` (draws, and books that a checkpoint stores), `curriculum_settings.py`,
 `task_pool.py` (what each task has earned), `difficulty.py` and `task_places.py` (how hard tasks are). `cart_pole.py` is

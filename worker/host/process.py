@@ -234,7 +234,13 @@ class HostProcess:
         for entry in models.entries.values():
             before, _ = self._described.get(entry.name, (None, None))
             same = before is not None and (before.source, before.options) == (entry.source, entry.options)
-            if entry.ranks == 1 and not same and _is_here(entry.source) and entry.name not in self._held:
+            if entry.ranks > 1 or same or entry.name in self._held:
+                continue
+            if not self._may_open(entry):
+                why = "its folder is in none of this host's --catalogue-folders"
+                self._described[entry.name] = (entry, why)
+                log.error("host.cannot_offer", model=entry.name, reason=why)
+            elif _is_here(entry.source):
                 new.append(entry)
         await self._describe(new)
         for entry in new:
@@ -242,6 +248,13 @@ class HostProcess:
                 await self._offer(entry)
         for name in set(self._described) - set(models.entries):
             del self._described[name]
+
+    def _may_open(self, entry: CatalogueEntry) -> bool:
+        """True unless a catalogue's entry names a file of this machine that its operator has not opened to it."""
+        if _may_be_fetched(entry.source) or any(given.source == entry.source for given in self._given):
+            return True
+        path = Path(entry.source).expanduser().resolve()
+        return any(path.is_relative_to(each.expanduser().resolve()) for each in self._settings.catalogue_folders)
 
     # -- what it holds
 

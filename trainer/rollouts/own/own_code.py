@@ -210,7 +210,7 @@ class _OwnProcess:
         stack.write(NOTE.pack(0))
         stack.flush()
         module = "copies" if start.kind == "copies" else "own_process"
-        process = await CallProcess.start(f"trainer.rollouts.{module}", [str(stack.fileno())], [stack.fileno()])
+        process = await CallProcess.start(f"trainer.rollouts.own.{module}", [str(stack.fileno())], [stack.fileno()])
         started = cls(process, stack, start, title)
         try:
             await process.send(encode(start))
@@ -310,7 +310,7 @@ class OwnFunction(OwnCode):
 
 
 class OwnCopies(OwnCode):
-    """Copies of an environment that a network acts in (trainer/rollouts/copies.py): these have a state."""
+    """Copies of an environment that a network acts in (trainer/rollouts/own/copies.py): these have a state."""
 
     kind = "copies"
 

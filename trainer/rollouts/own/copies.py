@@ -1,4 +1,4 @@
-"""`python -m trainer.rollouts.copies`: copies of an environment of the user's own that a network acts in.
+"""`python -m trainer.rollouts.own.copies`: copies of an environment of the user's own that a network acts in.
 
 The environment is a class with Gymnasium's interface (https://gymnasium.farama.org/api/env): `observation_space` with a
 `shape` of one dimension; `action_space` with `n` (one of n actions), or with a `shape` of one dimension (numbers, held
