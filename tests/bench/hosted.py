@@ -173,7 +173,7 @@ class RandomPrompts:
         draw = np.random.default_rng(int(str(observation.prompt)))
         return Opening(tuple(int(i) for i in draw.integers(3, self._vocab, self._options.prompt)))
 
-    def text(self, ids: Any) -> str:
+    def action(self, observation: Observation, ids: Any) -> str:
         return ",".join(map(str, ids))
 
 
