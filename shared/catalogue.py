@@ -98,7 +98,7 @@ class HeldModel(msgspec.Struct, frozen=True, omit_defaults=True):
     progress: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0  # of a download or a load
     since_ms: int = 0  # Unix time at which the state began
     need_bytes: int = 0  # memory that it takes on this host
-    load_s: float = 0.0  # measured, from the order to the first request that could run; 0: not measured yet
+    load_s: float = 0.0  # measured, from when its memory was free until its worker was ready; 0: not measured yet
     worker: str = ""  # id of the worker that holds it; "": none yet
     used_ms: int = 0  # Unix time of its last use
     why: str = ""  # it failed, for people

@@ -280,8 +280,9 @@ class HostProcess:
                 self._unload(action)
         for name, asked in demand.items():
             held = self._held.get(name)
-            if held is not None and (any(asked.waiting.values()) or any(asked.running.values())):
-                held.used_ms = now_ms()
+            is_only = all(host.id == self.id for host, each in models.holding(name) if each.state == "ready")
+            if held is not None and is_only and (any(asked.waiting.values()) or any(asked.running.values())):
+                held.used_ms = now_ms()  # of several copies, each one's worker says which is in use: `_note_uses`
         await self._settle_orders(models)
 
     async def _settle_orders(self, models: RingModels) -> None:
@@ -371,9 +372,9 @@ class HostProcess:
         self, held: Held, entry: CatalogueEntry, needs: dict[str, int], leaving: "list[asyncio.Task[None]]"
     ) -> str:
         """Fetch and load a model, once what it takes the memory of has gone; why it cannot be, "" if it is ready."""
-        began = time.monotonic()
         if leaving:
             await asyncio.wait(leaving)
+        began = time.monotonic()  # a drain is no part of what a load takes
         known = self._known(held.name)
         if known is None or (self._spare is not None and self._spare.runs):
             held.child = await self._take_spare()
