@@ -52,7 +52,8 @@ def uses(pattern: str) -> dict[str, set[str]]:
 
 PYTHON = r"(?:python3?|\.venv/bin/python|\$\(BIN\)/python) -m "
 MODULES = uses(PYTHON + r"(?P<name>(?:api|worker|trainer|shared|tests)\.[a-z0-9_.]*[a-z0-9_])")
-COMMANDS = uses(r"\bmlx_parallm (?P<name>adapters [a-z]+|(?!or\b|and\b|for\b)[a-z]+(?: (?:new|hash))?)(?= )")
+GROUPED = r"adapters [a-z]+|models (?:add|list|set|(?:un)?pin|(?:un)?load|rm)"
+COMMANDS = uses(rf"\bmlx_parallm (?P<name>{GROUPED}|(?!or\b|and\b|for\b)[a-z]+(?: (?:new|hash))?)(?= )")
 
 
 def said(run: object, *arguments: str) -> str:

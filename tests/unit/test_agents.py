@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from shared.errors import SetupError
-from trainer.rollouts.agents.endpoint import Call, EpisodeOverError, Feedback, ModelEndpoint
+from tests.waiting import HANG_S
+from trainer.rollouts.agents.endpoint import ChatCall, EpisodeOverError, Feedback, ModelEndpoint
 from trainer.rollouts.agents.environment import Agent
 from trainer.rollouts.agents.program import AgentError
 from trainer.rollouts.environments import Observation
@@ -154,18 +155,18 @@ async def test_one_process_plays_all_episodes_and_another_one_follows_it(tmp_pat
 @pytest.fixture
 async def endpoint() -> AsyncIterator[tuple[ModelEndpoint, httpx.AsyncClient]]:
     server = ModelEndpoint()
-    async with httpx.AsyncClient(base_url=await server.url(), timeout=60) as client:
+    async with httpx.AsyncClient(base_url=await server.url(), timeout=HANG_S) as client:
         yield server, client
     await server.close()
 
 
 async def test_the_endpoint_refuses_what_it_cannot_take(endpoint: tuple[ModelEndpoint, httpx.AsyncClient]) -> None:
     server, client = endpoint
-    taken: list[Call | Feedback] = []
+    taken: list[ChatCall | Feedback] = []
 
-    def take(said: Call | Feedback) -> None:
+    def take(said: ChatCall | Feedback) -> None:
         taken.append(said)
-        if isinstance(said, Call):
+        if isinstance(said, ChatCall):
             said.answer.set_exception(EpisodeOverError("the episode has had all its turns"))
 
     with server.takes("key", take):
@@ -190,8 +191,8 @@ async def test_a_streaming_agent_gets_its_message_in_a_stream(
 ) -> None:
     server, client = endpoint
 
-    def take(said: Call | Feedback) -> None:
-        assert isinstance(said, Call)
+    def take(said: ChatCall | Feedback) -> None:
+        assert isinstance(said, ChatCall)
         said.answer.set_result({"role": "assistant", "content": "41", "tool_calls": [CALL]})
 
     with server.takes("key", take):
