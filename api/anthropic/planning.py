@@ -8,7 +8,7 @@ import msgspec
 from pydantic import ValidationError
 
 from api.anthropic.body import MessagesRequest, PromptedFields
-from api.anthropic.turns import ToolResultBlock, places_of_images, without_images_of_tools
+from api.anthropic.turns import places_of_images
 from api.callers.fair_pool import aside
 from api.generation.choice import RequestPlan
 from api.generation.named_images import Keep, read_images
@@ -38,12 +38,10 @@ NAMES = {  # of a chat's fields -> ours
 
 def seen_by(body: B, card: ModelCard) -> tuple[B, list[str]]:
     """A request as a model sees it, and what of it the model does not see, for the answer's header."""
-    if card.vision is not None or not any(
-        isinstance(block, ToolResultBlock) and block.has_images for turn in body.messages for block in turn.content
-    ):
+    seen = body.messages if card.vision is not None else [turn.in_words() for turn in body.messages]
+    if all(new is old for new, old in zip(seen, body.messages, strict=True)):
         return body, []
-    seen = body.model_copy(update={"messages": without_images_of_tools(body.messages)})
-    return seen, ["messages.tool_result.image"]
+    return body.model_copy(update={"messages": seen}), ["messages.tool_result.image"]
 
 
 async def chat_of(body: PromptedFields, codec: TextCodec, *, long: bool) -> ChatCompletionRequest:

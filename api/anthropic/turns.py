@@ -123,13 +123,10 @@ class ToolResultBlock(HistoryModel):
     content: Annotated[list[ResultPart], BeforeValidator(_parts), _ONE_OR_MANY] | None = None
     is_error: bool | None = None
 
-    @property
-    def has_images(self) -> bool:
-        """True if the tool has brought an image."""
-        return any(isinstance(part, ImageBlock) for part in self.content or ())
-
     def in_words(self) -> "ToolResultBlock":
-        """The same for a model that sees no images: a client's tool may bring one to any model."""
+        """The same for a model that sees no images; itself without one. A client's tool may bring one to any model."""
+        if not any(isinstance(part, ImageBlock) for part in self.content or ()):
+            return self
         content = [_UNSEEN if isinstance(part, ImageBlock) else part for part in self.content or ()]
         return self.model_copy(update={"content": content})
 
@@ -165,16 +162,11 @@ class MessageTurn(HistoryModel):
                 raise complaint(f"content[{number}]", "only a message of role 'user' has images")
         return self
 
-
-def without_images_of_tools(turns: Sequence[MessageTurn]) -> list[MessageTurn]:
-    """The turns for a model that sees no images: words stand for those of tool results."""
-    said = []
-    for turn in turns:
-        if any(isinstance(block, ToolResultBlock) and block.has_images for block in turn.content):
-            content = [block.in_words() if isinstance(block, ToolResultBlock) else block for block in turn.content]
-            turn = turn.model_copy(update={"content": content})
-        said.append(turn)
-    return said
+    def in_words(self) -> "MessageTurn":
+        """The same with words for the images of tool results; itself without one."""
+        content = [block.in_words() if isinstance(block, ToolResultBlock) else block for block in self.content]
+        same = all(new is old for new, old in zip(content, self.content, strict=True))
+        return self if same else self.model_copy(update={"content": content})
 
 
 def check_last(turns: Sequence[MessageTurn]) -> None:

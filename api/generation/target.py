@@ -197,7 +197,7 @@ async def find_job_target(ring: Ring, model: str | None, adapter: str, policy: A
 async def meant(ring: Ring, model: str | None) -> str | None:
     """The model or adapter that a request's `model` stands for: itself, unless it is only an alias."""
     alias = None if model is None else meant_by(model, ring.settings.model_alias)
-    if model is None or alias is None or await ring.card(model) is not None or ring.models.named(model) is not None:
+    if model is None or alias is None or await ring.knows(model):
         return model
     if await _is_adapter(ring, model):
         return model
@@ -237,7 +237,7 @@ def check_base(manifest: AdapterManifest, card: ModelCard) -> None:
 
 async def _parted(ring: Ring, model: str | None, adapter: str) -> tuple[str | None, str]:
     """(model, adapter reference): `model` may be either."""
-    if model is None or await ring.card(model) is not None or ring.models.named(model) is not None:
+    if model is None or await ring.knows(model):
         return model, adapter
     if not adapter:
         return None, model

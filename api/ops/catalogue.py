@@ -127,8 +127,9 @@ async def unload_model(body: PlaceBody, response: Response, ring: TheRing) -> Mo
 async def _check_aliases(ring: Ring, aliases: list[str] | None) -> None:
     """ConflictError for one that is the name of a model that workers serve, or have served: it would change its meaning
     when they come and go."""
+    taken = await ring.registry.names() if aliases else []
     for alias in aliases or ():
-        if alias in await ring.registry.names():
+        if alias in taken:
             raise ConflictError(f"'{alias}' is the name of a model that workers serve, or have served", param="aliases")
 
 

@@ -32,7 +32,6 @@ from shared.redis.processes.child_troubles import ChildTroubles
 from shared.redis.processes.metric_store import read_totals
 from shared.redis.processes.worker_registry import WorkerStatus
 from shared.redis.training.board import TrainingBoard, trained_policies
-from shared.redis.training.learner_store import LearnerStore
 from shared.telemetry.metrics import SUM, series
 
 router = APIRouter(tags=["operations"])
@@ -98,7 +97,7 @@ async def _read(ring: Ring) -> RingSnapshot:
         jobs_active=await ring.redis.zcard(keys.active_jobs()),
         adapters=await _adapters(ring, workers),
         trainings=await trainings(ring),
-        services=await LearnerStore(ring.redis).services(names),
+        services=await ring.learners.services(names),
         dead_letters=sum([await ring.redis.xlen(keys.dead_letters(name)) for name in names]),
         tokens_per_s=sum(worker.tokens_per_s for worker in workers),
         history=history,

@@ -405,6 +405,10 @@ class Ring:
         live = await self.live_models()
         return live.get(self._named(model)) or _called(model, live.values())
 
+    async def knows(self, model: str) -> bool:
+        """True for the name of a model that workers serve or have served, or of the catalogue."""
+        return await self.card(model) is not None or self.models.named(model) is not None
+
     def _named(self, model: str) -> str:
         """The model that an alias of the catalogue stands for; any other name stands for itself."""
         entry = None if model in self._live else self.models.named(model)

@@ -22,7 +22,7 @@ SAY_EVERY_S = 10.0
 
 def begin(of: str, **loops: Callable[[], Awaitable[None]]) -> list[asyncio.Task[Any]]:
     """Run these of one owner, by name; a lost Redis is waited for, and any other error is logged and tried again."""
-    return [asyncio.create_task(_forever(of, name, loop)) for name, loop in loops.items()]
+    return [asyncio.create_task(forever(of, name, loop)) for name, loop in loops.items()]
 
 
 async def until_taken(of: str, ask: Callable[[], Awaitable[T]]) -> T:
@@ -50,7 +50,8 @@ async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _forever(of: str, name: str, loop: Callable[[], Awaitable[None]]) -> None:
+async def forever(of: str, name: str, loop: Callable[[], Awaitable[None]], rest_s: float = REST_S) -> None:
+    """Run one loop until cancelled, as `begin` does; `rest_s`: between an end of it and its next beginning."""
     while True:
         try:
             await loop()
@@ -58,4 +59,4 @@ async def _forever(of: str, name: str, loop: Callable[[], Awaitable[None]]) -> N
             log.warning(f"{of}.redis_trouble", loop=name, error=reason(error))
         except Exception:
             log.exception(f"{of}.loop_failed", loop=name)
-        await asyncio.sleep(REST_S)
+        await asyncio.sleep(rest_s)

@@ -32,6 +32,7 @@ from worker.host.describe import Described
 from worker.host.memory import limit_of, machine_room
 from worker.host.placement import Load, PlacementRules, Unload, decide
 from worker.host.workers import WorkerChild
+from worker.rows import now_ms
 
 log = structlog.get_logger()
 
@@ -536,7 +537,3 @@ def _is_here(source: str) -> bool:
 
 def _may_be_fetched(source: str) -> bool:
     return is_hub_name(source) and not Path(source).expanduser().exists()
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -14,11 +14,10 @@ import time
 from collections.abc import Sequence
 
 import structlog
-from redis.exceptions import RedisError
 
 from shared.episodes import JoinedTurn, Turn, joined
 from shared.jobs import RewardSpec
-from shared.redis.connection.faults import reason
+from shared.process.loops import forever
 from shared.redis.due.due_list import DueList
 from shared.redis.kept.answer_store import AnswerStore, Verdict, answers_of
 from shared.redis.kept.episode_store import EpisodeStore, StoredEpisode, episodes_of
@@ -79,7 +78,8 @@ class Judging:
             return
         episodes = self._stores(terms)
         episode = await episodes.read(episodes_of(tenant), turn.place.session)
-        me = next((each for each in joined(episode.turns) if each.turn.name == turn.name), None)
+        turns = await asyncio.to_thread(joined, episode.turns)  # their number is the client's choice
+        me = next((each for each in turns if each.turn.name == turn.name), None)
         same = [each for each in episode.turns if each.place.mark == turn.place.mark and each.request != turn.request]
         for name in {me.parent if me else "", *(each.name for each in same)} - {""}:
             entry = _entry(tenant, terms, turn.place.session, name)
@@ -89,16 +89,7 @@ class Judging:
 
     async def run(self) -> None:
         """Judge until cancelled; while Redis is away, wait."""
-        while True:
-            try:
-                if not self._judge or not await self.judge():
-                    await asyncio.sleep(LOOK_S)
-            except (RedisError, OSError) as error:
-                log.warning("judging.redis_away", error=reason(error))
-                await asyncio.sleep(LOOK_S)
-            except Exception:
-                log.exception("judging.failed")
-                await asyncio.sleep(LOOK_S)
+        await forever("judging", "judge", self._judge_all, LOOK_S)
 
     async def judge(self) -> int:
         """Judge what is due, tenants in turns; returns how many turns that were."""
@@ -108,6 +99,10 @@ class Judging:
             if isinstance(error, BaseException):
                 raise error
         return len(entries)
+
+    async def _judge_all(self) -> None:
+        while self._judge and await self.judge():
+            pass
 
     async def _consider(self, entry: str) -> None:
         try:
@@ -148,11 +143,10 @@ class Judging:
         if following is None:
             gone = age_ms >= self._after_ms and not any(each.parent == turn.name for each in turns)
             return Signal("next_message", labels={"left": 1.0}, detail="no next message") if gone else None
-        text = _user_text(following)
-        error = ""
+        text, rubric, error = _user_text(following), _rubric(self._judge), ""
         for most in CUTS:
             sample = RewardSample(text[-most:], turn.text[:most], _user_text(turn)[-most:], turn.model)
-            (labelled,) = await self._context.rewards.score(_rubric(self._judge), [sample])
+            (labelled,) = await self._context.rewards.score(rubric, [sample])
             if labelled.value is not None:
                 return Signal("next_message", labels=_labels(labelled), text=text, judge=self._judge)
             error = labelled.error

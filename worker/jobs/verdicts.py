@@ -4,15 +4,12 @@ Repeatable at every point: the queue ignores a trajectory that it knows, an answ
 its entry leaves the due list last.
 """
 
-import asyncio
-
 import msgspec
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
+from shared.process.loops import forever
 from shared.redis.adapters.splits import count_for_split
-from shared.redis.connection.faults import reason
 from shared.redis.due.due_list import DueList
 from shared.redis.kept.answer_store import LIST, AnswerStore, StoredAnswer, Verdict, due_answer, live_of
 from shared.redis.kept.kept_things import Terms
@@ -38,16 +35,7 @@ class Verdicts:
 
     async def run(self) -> None:
         """Deliver until cancelled; while Redis is away, wait."""
-        while True:
-            try:
-                if not await self.deliver():
-                    await asyncio.sleep(LOOK_S)
-            except (RedisError, OSError) as error:
-                log.warning("verdicts.redis_away", error=reason(error))
-                await asyncio.sleep(LOOK_S)
-            except Exception:
-                log.exception("verdicts.failed")
-                await asyncio.sleep(LOOK_S)
+        await forever("verdicts", "deliver", self._deliver_all, LOOK_S)
 
     async def deliver(self) -> int:
         """Deliver what is due; returns how many verdicts that were."""
@@ -59,6 +47,10 @@ class Verdicts:
                 log.error("verdicts.unreadable", error=str(error))
             await self._due.done(entry)
         return len(entries)
+
+    async def _deliver_all(self) -> None:
+        while await self.deliver():
+            pass
 
     async def _deliver(self, keeper: str, terms: Terms, name: str) -> None:
         answers = AnswerStore(self._redis, terms)

@@ -115,8 +115,7 @@ async def training(request: Request, ring: TheRing, snapshots: TheSnapshots) -> 
 @router.get("/feedback")
 async def feedback(request: Request, ring: TheRing, snapshots: TheSnapshots) -> Response:
     """Answers that wait for a verdict."""
-    tenants = sorted({"", *(key.asker.tenant for key in keys_of(request))})
-    answers = await waiting_answers(ring, tenants)
+    answers = await waiting_answers(ring, _tenants(request))
     kept = bool(ring.settings.feedback_ttl_s)
     about = Page("Feedback", "feedback")
     return page(request, "feedback.html", about, ring=await snapshots.read(), answers=answers, kept=kept)
@@ -125,18 +124,11 @@ async def feedback(request: Request, ring: TheRing, snapshots: TheSnapshots) -> 
 @router.get("/sessions")
 async def sessions(request: Request, ring: TheRing, snapshots: TheSnapshots) -> Response:
     """The conversations that were used last, of all tenants."""
-    tenants = sorted({"", *(key.asker.tenant for key in keys_of(request))})
-    found = [(each, each_of) for each_of in tenants for each in await ring.episodes.list(episodes_of(each_of))]
+    found = [(each, of) for of in _tenants(request) for each in await ring.episodes.list(episodes_of(of))]
     found = sorted(found, key=lambda pair: -pair[0].used_ms)[:SHOWN]
     kept = bool(ring.settings.feedback_ttl_s)
-    return page(
-        request,
-        "sessions.html",
-        Page("Sessions", "sessions"),
-        ring=await snapshots.read(),
-        sessions=found,
-        kept=kept,
-    )
+    about = Page("Sessions", "sessions")
+    return page(request, "sessions.html", about, ring=await snapshots.read(), sessions=found, kept=kept)
 
 
 @router.get("/sessions/{session_id}")
@@ -157,7 +149,6 @@ async def session(
         ring=await snapshots.read(),
         session_id=session_id,
         tenant=tenant,
-        turns=stored.turns,
         stored=stored,
         numbers=numbers,
     )
@@ -184,6 +175,11 @@ async def dead_letters(request: Request, ring: TheRing, snapshots: TheSnapshots)
     """Page of the sequences that were given up, with the reasons."""
     about = Page("Dead letters", "deadletters", "/dashboard/events/deadletters")
     return page(request, "deadletters.html", about, ring=await snapshots.read(), letters=await letters(ring))
+
+
+def _tenants(request: Request) -> list[str]:
+    """The tenants of all keys, and "" for what belongs to none."""
+    return sorted({"", *(key.asker.tenant for key in keys_of(request))})
 
 
 def _more(lines: list[ListedSample]) -> int:

@@ -313,4 +313,5 @@ class LearnerStore:
 
     async def services(self, models: Iterable[str]) -> list[ServiceCard]:
         """The services that live, at most one for each model."""
-        return [card for model in models if (card := await self.service(model)) is not None]
+        found = await asyncio.gather(*map(self.service, models))
+        return [card for card in found if card is not None]

@@ -90,14 +90,7 @@ class Agent:
         info: dict[str, Any] = observation.info
         task, answers = info["task"], [*info["answers"], action]
         run = await self._waiting(observation)
-        tools, asked = bool(observation.tools), run.asked
-        assert asked is not None, "it waits for an answer"
-        on_main = _continues(run.messages, asked.messages)
-        message = _message(action, tools=tools and on_main)
-        if on_main:
-            run.messages = (*asked.messages, message)
-        run.answer(message)
-        said = await run.next()
+        said = await _answered(run, action, tools=bool(observation.tools))
         if isinstance(said, Feedback):
             return Outcome(said.reward, components=said.components)
         self._runs[run.key] = run, time.monotonic()
@@ -129,13 +122,7 @@ class Agent:
             self._end(run)
             raise ValueError("the agent's first request is not the same each time, so samples cannot be compared")
         for answer in answers:
-            asked = run.asked
-            on_main = _continues(run.messages, asked.messages)
-            message = _message(answer, tools=bool(observation.tools) and on_main)
-            if on_main:
-                run.messages = (*asked.messages, message)
-            run.answer(message)
-            if isinstance(await run.next(), Feedback):
+            if isinstance(await _answered(run, answer, tools=bool(observation.tools)), Feedback):
                 raise ValueError("the agent ended sooner when it was played again with the same answers")
         return run
 
@@ -175,6 +162,18 @@ def _continues(before: tuple[Message, ...], now: tuple[Message, ...]) -> bool:
         return True
     end = len(before)
     return len(now) > end and now[: end - 1] == before[:-1] and now[end - 1].get("role") == "assistant"
+
+
+async def _answered(run: AgentRun, action: str, *, tools: bool) -> ChatCall | Feedback:
+    """The run's next question, or its end, after an action has answered the one that waits."""
+    assert run.asked is not None, "it waits for an answer"
+    asked = run.asked.messages
+    on_main = _continues(run.messages, asked)
+    message = _message(action, tools=tools and on_main)
+    if on_main:
+        run.messages = (*asked, message)
+    run.answer(message)
+    return await run.next()
 
 
 def _message(action: str, *, tools: bool) -> Message:
