@@ -70,9 +70,9 @@ async def report_download(download: ModelDownload, redis_url: str, who: str, who
                     log.info("worker.downloading", model=download.name, progress=text)
                     said = time.monotonic()
                 note = f"{who} on {host} is downloading {download.name}: {text}"
+                reported = True  # before it is: when cancelled amid the call it may have arrived
                 with contextlib.suppress(RedisError, OSError):
                     await troubles.report(who, [ChildTrouble("worker", host, 0, 0, note=note)])
-                    reported = True
             await asyncio.sleep(LOOK_S)
     finally:
         with contextlib.suppress(RedisError, OSError):

@@ -109,9 +109,13 @@ def room_in(
     if gpu_bytes:
         held = sum(max(each.bytes, each.held) for each in others)
         return Room(max(0, gpu_bytes - held), gpu_bytes, held, count, "what the GPU may hold of it")
-    outstanding = sum(each.outstanding for each in others)
+    here = [each for each in others if memory.shared_with(each.pid)]
+    elsewhere = sum(each.outstanding for each in others) - sum(each.outstanding for each in here)
+    outstanding = sum(each.outstanding for each in here) + max(0, elsewhere - memory.outside)
     usable = memory.available - outstanding - int(LEFT_FREE * memory.total)
-    return Room(max(0, usable), memory.total, outstanding, count, memory.limit)
+    return Room(
+        max(0, usable), memory.total, outstanding, count if elsewhere > memory.outside else len(here), memory.limit
+    )
 
 
 def plan(demand: Demand, room: Room, processes: int = 0) -> MemoryPlan | None:

@@ -92,6 +92,11 @@ def tightest_group(pid: int | str = "self", proc: Path = PROC, root: Path = GROU
     return min((group for group in groups if group is not None), key=lambda group: group.available, default=None)
 
 
+def is_in_group(pid: int, folder: Path, proc: Path = PROC, root: Path = GROUPS) -> bool:
+    """True if the memory of a process counts for a control group."""
+    return folder in group_folders(_text(proc / str(pid) / "cgroup"), root)
+
+
 def physical_footprint(pid: int, proc: Path = PROC) -> int | None:
     """Memory of a process that cannot be dropped and read again from its file; None if there is no such process."""
     figures = kilobytes_in(_text(proc / str(pid) / "status"))

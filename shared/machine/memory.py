@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from shared.machine import darwin, linux
@@ -26,6 +27,11 @@ class MachineMemory:
     available: int  # without swapping others out
     pressure: Pressure = "normal"
     limit: str = ""  # where the total comes from, if not from the machine: a control group's folder
+    outside: int = 0  # left on the machine, and not for processes in that control group
+
+    def shared_with(self, pid: int) -> bool:
+        """True if what a process takes is taken from this memory: there is no limit, or it is within it, too."""
+        return not self.limit or linux.is_in_group(pid, Path(self.limit))
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def _of_linux() -> MachineMemory:
         return machine
     left = min(available, group.available) if total else group.available
     level = worst(machine.pressure, pressure_by(group.limit, group.available, group.stalls))
-    return MachineMemory(min(total or group.limit, group.limit), left, level, str(group.path))
+    return MachineMemory(min(total or group.limit, group.limit), left, level, str(group.path), max(0, available - left))
 
 
 def _read(path: str) -> str:

@@ -45,7 +45,8 @@ TRAINER: Panels = {
     "rollouts": ("temperature", "top_p", "top_k", "min_p", "stop", "max_lag", "group_deadline_s"),
     "loss": (
         "loss", "advantage_scale", "mask_overlong", "clip_low", "clip_high", "dual_clip", "entropy_bonus", "ratio",
-        "importance_truncation", "importance_level",
+        "importance_truncation", "importance_level", "teacher_coefficient", "reward_coefficient",
+        "routing_replay",
     ),
     "adapter and optimizer": (
         "lora_kind", "lora_scale", "lora_targets", "schedule", "warmup_steps", "final_rate_fraction", "max_grad_norm",

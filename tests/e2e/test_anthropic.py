@@ -30,9 +30,8 @@ PATH = "/v1/messages"
 @pytest.fixture(scope="module")
 def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = write_tool_model(tmp_path_factory.mktemp("model") / MODEL)
-    arguments = ("--model", str(folder), "--model-alias", f"claude-*={MODEL}")
     with (
-        ring(tmp_path_factory.mktemp("ring"), *arguments) as started,
+        ring(tmp_path_factory.mktemp("ring"), "--model-alias", f"claude-*={MODEL}", model=folder) as started,
         httpx.Client(base_url=started.url, timeout=HANG_S) as client,
     ):
         yield client

@@ -28,7 +28,7 @@ BOTH = [WEATHER, CLOCK]
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory):
     folder = write_tool_model(tmp_path_factory.mktemp("model") / MODEL)
-    with ring(tmp_path_factory.mktemp("ring"), "--model", str(folder)) as started:
+    with ring(tmp_path_factory.mktemp("ring"), model=folder) as started:
         yield started
 
 

@@ -33,7 +33,7 @@ INPUTS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_token
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     folder = write_vision_model(tmp_path_factory.mktemp("model") / MODEL)
-    with ring(tmp_path_factory.mktemp("ring"), "--model", str(folder), "--learners", "2") as started:
+    with ring(tmp_path_factory.mktemp("ring"), "--learners", "2", model=folder) as started:
         yield started
 
 

@@ -25,7 +25,7 @@ from tests.waiting import HANG_S, wait_until
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     folder = write_vision_model(tmp_path_factory.mktemp("model") / MODEL)
     settings = ("--max-batch-size", "8", "--lease-ms", "1000")
-    with ring(tmp_path_factory.mktemp("group"), "--model", str(folder), *RANKS, *settings) as started:
+    with ring(tmp_path_factory.mktemp("group"), *RANKS, *settings, model=folder) as started:
         yield started
 
 

@@ -43,7 +43,7 @@ async def test_live_batches_train_serve_and_are_acknowledged_with_the_checkpoint
     assert [(line.source, line.groups, line.reward) for line in lines] == [("live", 2, 0.5)] * 3
     assert [line.lag_max for line in lines] == [0, 1, 2]
     assert (state.live_steps, state.own_steps, state.trajectories) == (3, 0, 12)
-    assert sink.latest == 4 and queue.acknowledged == [f"{i}-0" for i in range(12)]
+    assert sink.latest == 4 and queue.acknowledged == [f"{i}-0" for i in range(1, 13)]
 
 
 async def test_poor_live_traffic_does_not_roll_back_what_own_prompts_have_judged(tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ async def leave(redis: Redis, redis_url: str) -> Left:
     queue = TrajectoryQueue(redis, POLICY)
     for number in range(3):
         await queue.add(LiveTrajectory(f"t{number}", POLICY, MODEL, trajectory(float(number))))
-    async with working(redis_url, script) as worker, api(redis_url, feedback_ttl_days=1) as server:
+    lasting = {"feedback_ttl_days": 365, "background_timeout_s": 3e8}  # what is recorded is read years later
+    async with working(redis_url, script) as worker, api(redis_url, **lasting) as server:
         ended = (await server.post("/v1/completions", {**GREEDY, "prompt": "ended"})).raise_for_status().json()
         stored = (await server.post("/v1/responses", {"model": MODEL, "input": "stored"})).raise_for_status().json()
         sent = {"file": ("notes.jsonl", b'{"a": 1}\n'), "purpose": (None, "user_data")}

@@ -16,6 +16,7 @@ from shared.fit.needs import ModelFacts, Need, total
 from shared.fit.plan import Demand, Room, plan, room_in
 from shared.fit.reservations import Reservation, Reservations
 from shared.fit.weights import TensorHeader, tensors_in
+from shared.machine import linux
 from shared.machine.memory import MachineMemory
 
 GB = 10**9
@@ -103,6 +104,18 @@ def test_on_linux_what_is_available_counts_less_what_others_will_still_take(monk
     monkeypatch.setattr(Reservation, "held", property(lambda self: 20 * GB))
     room = room_in(memory, [other])
     assert (room.usable, room.others, room.other_processes) == (60 * GB - 10 * GB - 12 * GB, 10 * GB, 1)
+
+
+def test_in_a_control_group_others_outside_it_take_what_is_outside_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Reservation, "held", property(lambda self: 0))
+    memory = MachineMemory(total=100 * GB, available=60 * GB, limit=str(tmp_path), outside=50 * GB)
+    monkeypatch.setattr(linux, "is_in_group", lambda pid, folder: (pid, folder) == (1, tmp_path))
+    inside, outside, large = Reservation(1, "", 8 * GB), Reservation(2, "", 50 * GB), Reservation(2, "", 53 * GB)
+    for others, taken, processes in (([outside], 0, 0), ([inside, outside], 8, 1), ([inside, large], 11, 2)):
+        room = room_in(memory, others)
+        assert (room.usable, room.others, room.other_processes) == ((48 - taken) * GB, taken * GB, processes)
 
 
 def test_on_a_gpu_of_the_machine_its_working_set_counts_less_what_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
