@@ -391,12 +391,13 @@ class Both:
         self.caches["shared"], self.padding["shared"] = shared(caches, self.chains, padding, self.form)
 
     def divide(self) -> None:
-        """The last beginning of each row, after its first position."""
+        """The last beginning of each row, after its first and after its second position."""
         self.groups += 1
         for at, chain in enumerate(self.chains):
             key, length = chain[-1] if chain else ("", 0)
-            if length > 1:
-                self.chains[at] = [*chain[:-1], ((self.groups, key), 1), (key, length - 1)]
+            if length > 2:
+                parts = [((self.groups, key, part), 1) for part in range(2)]
+                self.chains[at] = [*chain[:-1], *parts, (key, length - 2)]
         divide(self.caches["shared"], self.chains)
 
     def _end_apart(self, form: str) -> None:
