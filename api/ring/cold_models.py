@@ -38,6 +38,11 @@ def obstacle(models: RingModels, entry: CatalogueEntry) -> Obstacle | None:
     offering = [host for host in hosts if entry.name in host.offers]
     if not offering and entry.ranks > 1:
         return Obstacle(f"a group of {entry.ranks} processes serves it, and none is running")
+    refused = [
+        f"{host.host} cannot load it: {host.refuses[entry.name]}" for host in hosts if entry.name in host.refuses
+    ]
+    if not offering and refused:
+        return Obstacle("; ".join(refused), FAILED_RETRY_S)
     if not offering:
         return Obstacle(
             f"none of the {len(hosts)} hosts offers '{entry.source}': a host offers the models of its --model flags, "
