@@ -42,7 +42,7 @@ from tests.waiting import wait_until
 PROMPTS = [tuple(range(3 + at, 35 + at)) for at in range(4)]
 ROW_TOKENS = 1500  # of the row that is watched
 OTHER_NORM = "model.norm.weight"  # is rolled, so that models of one shape write different texts
-CALM_S = 1.0
+SLOW_S = 0.25  # of a warm first token: each switch is shown
 
 
 def copies(model: Path, folder: Path, count: int) -> list[Path]:
@@ -151,6 +151,8 @@ async def switches(url: str, models: Sequence[Path], count: int, pause_s: float,
                 warm_s = median([(await ring.call(model, 1))[0] for _ in range(3)])
                 loads.append(held.load_s)
                 ratios.append(cold_s / (held.load_s + warm_s))
+                if warm_s > SLOW_S:
+                    print(f"{model}: cold {cold_s:.2f} s, load {held.load_s:.2f} s, warm {warm_s:.2f} s", flush=True)
     await redis.aclose()
     print(f"{count} switches: a load takes {median(loads):.2f} s (median)")
     print(f"cold first token / (load + warm first token): {median(ratios):.3f} (median), {max(ratios):.3f} (most)")

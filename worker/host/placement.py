@@ -219,10 +219,10 @@ class _Planner:
         overdue = self._now - oldest >= turn_ms
         is_batch = "interactive" not in since
         load_ms = round(1000 * self._usual_load_s(entry.name))
-        latest, by_ms, presses = asked.deadline_ms - load_ms, oldest + turn_ms, False
+        latest, by_ms = asked.deadline_ms - load_ms, oldest + turn_ms
         if latest >= self._now:  # the deadline can still be met
-            by_ms, presses = min(by_ms, latest), latest - self._now <= min(turn_ms, self._rules.hold * load_ms)
-        due = overdue or presses or not is_batch
+            by_ms = min(by_ms, latest)
+        due = overdue or not is_batch or by_ms - self._now <= min(turn_ms, self._rules.hold * load_ms)
         why = f"{asked.waits('interactive')} interactive and {asked.waits('batch')} batch sequences wait"
         return Want(entry.name, why, oldest, overdue, due, by_ms, is_batch, entry.priority)
 
