@@ -165,6 +165,11 @@ def _check_nights(settings: ServeSettings) -> None:
         raise SetupError("--learn-when: night school learns for one --model, over a port (no --uds, no catalogue)")
     if not settings.redis and settings.host not in (*EVERYWHERE, *HERE):
         raise SetupError(f"--learn-when reaches the embedded Redis by 127.0.0.1: --host 0.0.0.0, not {settings.host}")
+    if any(key.apart for key in KeyRing.of(settings)):
+        raise SetupError(
+            "--learn-when: sessions are each tenant's own, so on a server whose keys have tenants each tenant's policy "
+            "is taught by mlx_parallm_train with that tenant's key"
+        )
     for flag, file in (("--suite", settings.suite), ("--train-config", settings.train_config)):
         if file is not None and not file.is_file():
             raise SetupError(f"{flag} {file}: no such file")
@@ -226,8 +231,8 @@ async def _start_children(supervisor: Supervisor, settings: ServeSettings, liste
     part_of_api = settings.of(ApiSettings)
     hashes = KeyRing.plain(settings).hashed()  # the children know the hashes alone
     key = new_key() if settings.has_nights and KeyRing.of(settings) else ""
-    if key:
-        hashes = ",".join(filter(None, [hashes, night_key(key, KeyRing.of(settings))]))
+    if key:  # of night school: it sees what all keys do, and leaves nothing for feedback
+        hashes = ",".join(filter(None, [hashes, f"{line_of(key, name='night-school')} feedback=no"]))
     part_of_api.api_key = SecretStr(hashes)
     for i in range(settings.api_processes):
         environment = part_of_api.environment()
@@ -290,12 +295,6 @@ def night_spec(settings: ServeSettings, port: int, key: str) -> ChildSpec:
     if not _names_run_dir(settings):
         environment["PARALLM_RUN_DIR"] = str(settings.data_dir / "nights")
     return ChildSpec("night school", "trainer.night", environment, stop_timeout_s=30.0)
-
-
-def night_key(key: str, others: KeyRing) -> str:
-    """A line for a key of night school's own, which sees what the operator sees and leaves nothing for feedback."""
-    right = "role=admin" if any(each.apart for each in others) else ""
-    return f"{line_of(key, name='night-school', role=right.removeprefix('role='))} feedback=no"
 
 
 def devices_of(index: int, ranks: int) -> str:

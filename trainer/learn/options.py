@@ -245,8 +245,8 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
     )
     candidate: bool = Field(
         default=False,
-        description="modes sft, dpo, distill: versions that pass the gate stay candidates, which nobody is served by "
-        "until one is promoted",
+        description="modes sft, dpo, distill: versions that pass the gate stay candidates; requests get one only once "
+        "it is promoted, or by its number",
     )
     suite: Path | None = Field(
         default=None,

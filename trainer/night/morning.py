@@ -1,4 +1,4 @@
-"""The morning report: what stands in a run's folder, in one message (shared/night.py)."""
+"""The morning report is what stands in a run's folder, in one message (shared/night.py)."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from shared.night import Compared, NightOutcome, NightReport, in_markdown
 from shared.redis.training.board import TrainingBoard
 from trainer.runs.data import DataLine
 from trainer.runs.distillation.distilling import FOUND
-from trainer.runs.distillation.examination import AFTER, BEFORE, SHOWN, Answer, Examined, read_examined
+from trainer.runs.distillation.examination import AFTER, BEFORE, SHOWN, Examined, Reply, read_examined
 from trainer.runs.distillation.hindsight import LearnedFrom
 from trainer.settings import TrainSettings
 from trainer.state import RunState
@@ -29,7 +29,7 @@ MOST_TEXT = 2_000  # characters of a prompt's end, and of a reply
 
 
 class Begun(msgspec.Struct, frozen=True):
-    """What a night's run was begun with; written before anything else, so that a killed run goes on with the same."""
+    """State in which a night's run began; written before anything else, so that a killed run goes on with the same."""
 
     began_ms: int
     began_with: int  # version; 0: the base
@@ -105,7 +105,7 @@ def _base_kl(checks: Sequence[GateCheck]) -> float | None:
     return float(detail.partition(",")[0]) if detail else None
 
 
-def _pairs(before: Sequence[Answer], after: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+def _pairs(before: Sequence[Reply], after: Sequence[Reply]) -> list[tuple[Reply, Reply]]:
     return list(zip(before, after, strict=True)) if len(before) == len(after) else []
 
 
@@ -126,7 +126,7 @@ def _lines(file: Path) -> list[DataLine]:
 
 
 def _read(file: Path, kind: type[T]) -> T | None:
-    """What a file holds; None when it is not there, or not whole."""
+    """The message in a file; None when it is not there, or not whole."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError):

@@ -66,7 +66,7 @@ class School:
         self._run: DataRun[Any] | None = None
 
     async def run(self) -> None:
-        """Run nights until a signal comes."""
+        """Hold one run a night until a signal comes."""
         running = asyncio.current_task()
         assert running is not None
         stopping.obey(self.stop, self._stop.is_set, running.cancel)
@@ -187,7 +187,7 @@ class School:
 
 
 def begin(folder: Path, latest: int) -> Begun:
-    """What the run of a folder began with, now with `latest` where it is new."""
+    """The state in which a folder's run began; a new one begins now, with `latest`."""
     with suppress(OSError):
         begun = msgspec.json.decode((folder / BEGUN).read_bytes(), type=Begun)
         note_interruption(folder, STOPPED)

@@ -147,7 +147,7 @@ class DistillRun(RowRun[ScoredRow]):
         return self.settings.suite is not None or self.settings.candidate
 
     async def _examined(self, adapter: str) -> Examined:
-        prompts = [row.prompt_ids for row in self._data.held_out]
+        prompts = list(dict.fromkeys(row.prompt_ids for row in self._data.held_out))
         while True:
             try:
                 return await self._examination.of(adapter, prompts)

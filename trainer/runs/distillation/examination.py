@@ -1,4 +1,4 @@
-"""What versions answer: tasks of the user's own (`--suite`), and prompts of held-out sessions, before and after.
+"""Replies of versions, before and after: to tasks of the user's own (`--suite`), and to prompts of held-out sessions.
 
 Both are decoded greedily by a worker through the queue, in the class `batch`. The suite's rewards are a check of the
 gate; replies to held-out prompts are for people, who see both side by side.
@@ -30,8 +30,8 @@ SHOWN = 5  # replies to held-out prompts
 SHOWN_TOKENS = 128  # of each
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """A reply of one version."""
+class Reply(msgspec.Struct, frozen=True):
+    """Reply of one version to one prompt."""
 
     prompt: str
     reply: str
@@ -40,11 +40,11 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Examined(msgspec.Struct, frozen=True):
-    """Replies of one version."""
+    """Replies of one version, to the suite and to held-out prompts."""
 
     version: str  # "": the base
-    suite: tuple[Answer, ...] = ()
-    held_out: tuple[Answer, ...] = ()
+    suite: tuple[Reply, ...] = ()
+    held_out: tuple[Reply, ...] = ()
 
     @property
     def suite_reward(self) -> float | None:
@@ -68,7 +68,7 @@ class Examination:
         suite, shown = await asyncio.gather(self._suite(adapter), self._held_out(adapter, held_out[:SHOWN]))
         return Examined(adapter, suite, shown)
 
-    async def _suite(self, adapter: str) -> tuple[Answer, ...]:
+    async def _suite(self, adapter: str) -> tuple[Reply, ...]:
         if not self._tasks:
             return ()
         settings = self._settings
@@ -82,7 +82,7 @@ class Examination:
             episodes = Episodes(self._ring.source, environment, self._conversation, options)
             room = asyncio.Semaphore(AT_ONCE)
 
-            async def one(at: int) -> Answer:
+            async def one(at: int) -> Reply:
                 async with room:
                     (sample,) = (await episodes.play(at, adapter)).trajectories
                 if wrong := problem(sample):
@@ -94,7 +94,7 @@ class Examination:
 
             return tuple(await asyncio.gather(*map(one, range(len(self._tasks)))))
 
-    async def _held_out(self, adapter: str, prompts: Sequence[tuple[int, ...]]) -> tuple[Answer, ...]:
+    async def _held_out(self, adapter: str, prompts: Sequence[tuple[int, ...]]) -> tuple[Reply, ...]:
         most = min(SHOWN_TOKENS, self._settings.max_tokens)
         sampling = SamplingOverrides(max_tokens=most, temperature=0.0, seed=self._settings.seed)
         name = f"{self._run}-shown-{_name(adapter)}"
@@ -102,15 +102,13 @@ class Examination:
         samples = await asyncio.gather(*map(self._ring.source.generate, requests))
         return tuple(self._answer(sample) for (sample,) in samples)
 
-    def _answer(self, sample: Trajectory, reward: float | None = None) -> Answer:
+    def _answer(self, sample: Trajectory, reward: float | None = None) -> Reply:
         codec = self._ring.codec
-        return Answer(
-            codec.decode(sample.prompt_ids), sample.text, (*sample.prompt_ids, *sample.completion_ids), reward
-        )
+        return Reply(codec.decode(sample.prompt_ids), sample.text, (*sample.prompt_ids, *sample.completion_ids), reward)
 
 
 def read_examined(file: Path) -> Examined | None:
-    """What was written down; None when nothing was."""
+    """Replies that were written down; None when none were."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Examined)
     except (OSError, msgspec.DecodeError):
