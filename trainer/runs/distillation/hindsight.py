@@ -107,7 +107,7 @@ class Lesson(NamedTuple):
 
 
 class LearnedFrom(msgspec.Struct):
-    """What was found in the sessions, and how much of it became rows."""
+    """Counts of what the sessions held, and of the rows that came of it."""
 
     sessions: int = 0
     turns: int = 0  # of them, with the next three
