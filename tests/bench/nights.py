@@ -19,6 +19,7 @@ import httpx
 
 from tests.e2e.rings import Process, Ring, ring
 from tests.training.simulated_user import SimulatedUser, Sum, sums
+from tests.waiting import HANG_S
 from trainer.night.morning import report_of
 from trainer.night.school import begin
 from trainer.settings import TrainSettings
@@ -64,8 +65,7 @@ async def _nights(served: Ring, root: Path, seed: int, options: argparse.Namespa
         await asyncio.to_thread(trainer.wait)
         report = report_of(settings, begun, None)
         if report.version:
-            body = {"version": report.version}
-            httpx.post(f"{served.url}/v1/adapters/policy/promote", json=body, timeout=60).raise_for_status()
+            await asyncio.to_thread(_promote, served, report.version)
             model, latest = f"policy@{report.version}", report.version
         async with SimulatedUser(served.url, model=model) as user:
             measured = await _measured(user, model, asked)
@@ -74,6 +74,11 @@ async def _nights(served: Ring, root: Path, seed: int, options: argparse.Namespa
         print(f"| {seed} | {night} | {by_day:.2f} | {measured} | {suite} | {kl:.2f} | {said} |", flush=True)
         if report.outcome not in ("proposed", "rejected"):
             raise SystemExit(trainer.output[-4000:])
+
+
+def _promote(served: Ring, version: int) -> None:
+    url = f"{served.url}/v1/adapters/policy/promote"
+    httpx.post(url, json={"version": version}, timeout=HANG_S).raise_for_status()
 
 
 async def _measured(user: SimulatedUser, model: str, asked: Sequence[Sum]) -> str:

@@ -45,7 +45,7 @@ async def distilled(run: TrainSettings, sink: MemorySink, monkeypatch: pytest.Mo
             return score(loaded.model, examples("sft", 12, seed=3), teacher)
 
         monkeypatch.setattr("trainer.runs.distillation.distilling.scored", scored)
-        school = DistillRun(run, host, Way(None, None), ring)  # type: ignore[arg-type]  (its suite asks no judge)
+        school = DistillRun(run, host, Way(None, None), ring)  # type: ignore[arg-type]  # it asks no judge
         await school.start(loaded)
         await school.run()
 
