@@ -279,7 +279,7 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
             return
         if self.tools or self.tool_choice:
             raise complaint("functions", "'functions' is the older form of 'tools': give one of them")
-        self.tools = [Tool(type="function", function=each) for each in self.functions]
+        self.tools = [*(Tool(type="function", function=each) for each in self.functions)]
         asked = self.function_call
         self.tool_choice = NamedChoice(type="function", function=asked) if isinstance(asked, FunctionName) else asked
         self.parallel_tool_calls = False

@@ -16,7 +16,7 @@ from api.http.errors import error_responses
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
 from api.openai.conversations import conversation, plain
 from api.openai.replies import reply
-from api.openai.tools import ToolUse, forms_left_out
+from api.openai.tools import ToolUse, left_out_of, served
 from api.ring.ring import Ring, TheRing
 from shared.images.chat import ChatImages
 from shared.process.api_settings import ApiSettings
@@ -110,15 +110,17 @@ def _hints(body: ChatCompletionRequest, codec: TextCodec) -> dict[str, Any]:
 
 
 def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
-    """Hints that the model's template does not know, a budget of reasoning for a model without any, and parts of tools'
-    schemas that no grammar can enforce."""
+    """Hints that the model's template does not know, a budget of reasoning for a model without any, tools that are
+    not served, and parts of tools' schemas that no grammar can enforce."""
     asked = sorted(_hints(body, codec).items() - _NO_HINT)
     unused = [name for name, _ in asked if name not in codec.bundle.chat_template]
     if body.max_reasoning_tokens is not None and language_of(codec).reasoning is None:
         unused.append("max_reasoning_tokens")
-    enforced = body.tool_choice not in (None, "none", "auto") or any(tool.function.strict for tool in body.tools or ())
+    enforced = body.tool_choice not in (None, "none", "auto") or any(
+        tool.function.strict for tool in served(body.tools)
+    )
     tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls) if enforced else None
-    unused += forms_left_out(body.tools or (), codec)
+    unused += left_out_of(body.tools or (), codec)
     return unused if tools is None else unused + tools.unenforced(codec)
 
 

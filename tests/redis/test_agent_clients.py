@@ -215,9 +215,52 @@ async def test_a_chat_may_have_to_call_a_tool_that_takes_any_text(server: Api, w
     missing = {**body, "tool_choice": {"type": "custom", "custom": {"name": "other"}}}
     refused = await server.post("/v1/chat/completions", missing)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
-    for hosted in ({"tools": [{"type": "web_search"}]}, {"tools": CHAT_TOOLS, "tool_choice": {"type": "web_search"}}):
-        refused = await server.post("/v1/chat/completions", {**body, "tool_choice": "auto", **hosted})
-        assert refused.status_code == 400 and "type 'web_search' is not supported" in refused.text
+
+
+HOSTED, NAMED = {"type": "web_search", "name": "search"}, {"type": "function", "function": {"name": "list_files"}}
+SAID = {"messages": [{"role": "user", "content": "list"}]}
+PROTOCOLS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[Any]]] = {  # path, body, an own tool, choices
+    "chats": (
+        "/v1/chat/completions", SAID, NAMED,
+        [
+            "required", {"type": "function", "function": {"name": "search"}}, {"type": "web_search"},
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [HOSTED]}},
+        ],
+    ),
+    "responses": (
+        "/v1/responses", {"input": "list"}, {"type": "function", "name": "list_files"},
+        [
+            "required", {"type": "function", "name": "search"}, {"type": "web_search"},
+            {"type": "allowed_tools", "mode": "required", "tools": [HOSTED]},
+        ],
+    ),
+    "messages": (
+        "/v1/messages", {**SAID, "max_tokens": 99}, {"name": "list_files", "input_schema": {"type": "object"}},
+        [{"type": "any"}, {"type": "tool", "name": "search"}],
+    ),
+    "ollama": ("/api/chat", {**SAID, "model": MODEL, "stream": False}, NAMED, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_a_tool_of_a_type_that_is_not_served_is_named_and_a_choice_of_it_refused(
+    server: Api, worker: ScriptedWorker, protocol: str
+) -> None:
+    path, body, own, choices = PROTOCOLS[protocol]
+    kinds = ("web_search", "shell", "local_shell", "mcp", "image_generation", "tool_search", "anything")
+    for tools in ([HOSTED], [own, HOSTED], [own, *({**HOSTED, "type": kind} for kind in kinds)]):
+        answer = await server.post(path, {**body, "tools": tools})
+        assert answer.status_code == 200
+        named = answer.headers["x-parallm-unused-parameters"].split(", ")
+        assert {f"tools.{tool['type']}" for tool in tools if tool is not own} <= set(named)
+        assert "search" not in prompt(worker)
+    for choice in choices:
+        refused = await server.post(path, {**body, "tools": [HOSTED], "tool_choice": choice})
+        assert refused.status_code == 400
+        assert "tool_choice" in refused.text and "web_search" in refused.text
+    if choices:  # one that the model can meet
+        forced = await server.post(path, {**body, "tools": [own, HOSTED], "tool_choice": choices[0]})
+        assert forced.status_code == 200 and "list_files" in worker.specs[-1].sampling.grammar
 
 
 async def test_an_image_that_a_tool_brings_to_a_model_that_sees_none_is_named(

@@ -10,6 +10,7 @@ from api.anthropic.blocks import BlockWriter
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.turns import ChatWriter, places_of_images, without_telemetry
 from api.http.errors import from_validation
+from api.openai.tools import served, unserved
 from shared.errors import InvalidRequestError
 from shared.text.languages.pieces import CallPart, ReplyPiece
 
@@ -324,12 +325,10 @@ def test_images_stand_where_they_were_and_those_of_results_behind_them() -> None
 def test_tools_that_are_not_there_are_left_out_and_named() -> None:
     turns = [{"role": "user", "content": "hi"}]
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
-    choice = {"type": "tool", "name": "web_search"}
     asked = MessagesRequest.model_validate(
-        {"messages": turns, "max_tokens": 9, "tools": [search, TOOL], "tool_choice": choice, "mcp_servers": [{}]}
+        {"messages": turns, "max_tokens": 9, "tools": [search, TOOL], "mcp_servers": [{}]}
     )
     chat = asked.chat("")
-    assert [tool.function.name for tool in chat.tools or ()] == [TOOL["name"]] and chat.tool_choice is None
-    assert asked.unused("", bounded=False) == ["tools.web_search_20250305", "tool_choice", "mcp_servers"]
-    forced = {"messages": turns, "max_tokens": 9, "tools": [search], "tool_choice": {"type": "any"}}
-    assert MessagesRequest.model_validate(forced).chat("").tool_choice is None
+    assert [tool.function.name for tool in served(chat.tools)] == [TOOL["name"]]
+    assert [tool.type for tool in unserved(chat.tools)] == ["web_search_20250305"]
+    assert asked.unused("", bounded=False) == ["mcp_servers"]
