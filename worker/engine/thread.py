@@ -258,8 +258,8 @@ class EngineThread:
             rehearses = not warm_up.is_over and (calm_in <= 0 if idles else engine.decoding and warm_up.is_due)
             if not (self._commands or self._stopping or engine.busy or rehearses or self._guests.waits(engine.is_idle)):
                 self._turn_began = None
-                calm_in = max(0.0, calm_in) if idles and not warm_up.is_over else None
-                self._wake.wait(DEADLINE_CHECK_S if engine.has_rows else calm_in)
+                warms_up_in = max(0.0, calm_in) if idles and not warm_up.is_over else None
+                self._wake.wait(DEADLINE_CHECK_S if engine.has_rows else warms_up_in)
             self._turn_began = None if idles and rehearses else time.monotonic()
             if self._stopping:
                 return False
