@@ -98,15 +98,15 @@ class RowModel:
 
     def check(self, spec: SequenceSpec) -> None:
         """UnsupportedModelError for a sequence that needs hidden states, where the model shows none."""
+        if self.is_apart and (spec.kind == "network" or spec.sampling.return_routed_experts):
+            what = "computes no networks" if spec.kind == "network" else "reports no experts"
+            raise UnsupportedModelError(f"a worker with --batch-invariant {what}", param="model")
         if spec.kind in ("embed", "head") and self._hidden is None:
             raise UnsupportedModelError("this model shows no hidden states: no embeddings, no heads", param="model")
         if spec.sampling.return_routed_experts and self._routes is None:
             self._routes = self._noted_routes()
         if spec.kind == "network" and self._ranks is not None:
             raise UnsupportedModelError("a worker of several ranks computes no networks", param="model")
-        if self.is_apart and (spec.kind == "network" or spec.sampling.return_routed_experts):
-            what = "computes no networks" if spec.kind == "network" else "reports no experts"
-            raise UnsupportedModelError(f"a worker with --batch-invariant {what}", param="model")
 
     def _noted_routes(self) -> NotedRoutes:
         if self.stages > 1:
