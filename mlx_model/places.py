@@ -18,7 +18,7 @@ from mlx_model.kv.kinds import copies, leaves, mapped
 
 Forward = Callable[..., mx.array]  # ids [PLACES, 1] and `cache` -> [PLACES, 1, ...]
 _TRIAL = tuple(range(1, PLACES + 8))  # ids of the row that is tried; no more than any vocabulary has
-_OTHER = (7, 5, 3, 11, 2)
+_OTHER = (7, 5, 3)
 
 
 def portions(lengths: Sequence[int]) -> Iterator[Portion]:
@@ -65,10 +65,9 @@ def forward(
 def check(model: Any, new: Callable[[], list[Any]]) -> str:
     """Where rows of this model depend on others on this machine; "" if nothing was found. `new`: caches of one row."""
     alone, kv = _fed(model, new(), [len(_TRIAL)])
-    for name, pieces in (("its prompt's pieces", (1, 9)), ("a decode step", (PLACES + 6,))):
-        if _fed(model, new(), [*pieces, len(_TRIAL) - sum(pieces)])[0] != alone:
-            return f"a row's bits depend on {name}"
-    for before in (1, 6, PLACES - 1):
+    if _fed(model, new(), [9, len(_TRIAL) - 10, 1])[0] != alone:
+        return "a row's bits depend on the pieces of its prompt"
+    for before in (6, PLACES - 1):
         if _beside(model, new, before) != _step(model, kv):
             return f"a row's bits depend on {before} rows before it"
     return ""

@@ -16,8 +16,8 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from mlx_model.device import on_cpu, on_metal
 from mlx_model import places
+from mlx_model.device import on_cpu, on_metal
 from mlx_model.kv.apart import ApartKVCache, ApartWindowKVCache
 from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.kv.kinds import can_share, kind_of, leaves, mapped
@@ -132,7 +132,7 @@ def _lying_apart(leaf: Any, form: Form) -> Any:
 def _apart_of(model: Any, layout: KvLayout) -> KvLayout:
     """The layout with rows that lie apart; SetupError where the model cannot have it, or its rows depend on others."""
     known = (KVCache, QuantisedKVCache, RotatingKVCache)
-    odd = [leaf for leaf in leaves(layout.new(model)) if type(leaf) not in known or getattr(leaf, "keep", 0)]
+    odd = [leaf for leaf in leaves(layout.new(model)) if type(leaf) not in known or not kind_of(leaf).is_known]
     if odd:
         names = ", ".join(sorted({type(leaf).__name__ for leaf in odd}))
         raise SetupError(

@@ -3,12 +3,14 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import msgspec
 import pytest
 
 from mlx_model import places
+from mlx_model.kv.apart import PLACES
 from mlx_model.kv.layout import layout_of
 from mlx_model.loader import LoadedModel
 from shared.errors import SetupError
@@ -19,8 +21,8 @@ from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.kv_models import GROUP, RECURRENT, WINDOWED, Model
 
 KINDS = ["llama", "deepseek_v3", *WINDOWED, "llama last-24", "llama 4", "deepseek_v3 8"]
-DRAWN = {"temperature": 1.0, "top_p": 0.95, "seed": 5, "max_tokens": 12, "top_logprobs": 2}
-Bits = list[tuple[list[int], list[float], object]]
+DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 5, "max_tokens": 12, "top_logprobs": 2}
+Bits = list[tuple[int, float, Any]]
 
 
 def invariant(loaded: LoadedModel, name: str = "") -> LoadedModel:
@@ -34,7 +36,7 @@ def bits(bench: Bench, seq: str, start: int = 0) -> Bits:
     """What was drawn from a position on, and all that is reported of it."""
     events = [event for event in bench.events[seq] if event.tokens]
     flat = [
-        ([token], [logprob], top)
+        (token, logprob, top)
         for event in events
         for token, logprob, top in zip(event.tokens, event.logprobs, event.top_logprobs or (), strict=True)
     ]
@@ -60,7 +62,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str, model_of: M
     expected = bits(first, "own")
     assert len(expected) == 12
     # the same prompt again: all of it but the last id comes from the cache
-    first.submit(again := msgspec.structs.replace(own, id="again"))
+    first.submit(msgspec.structs.replace(own, id="again"))
     first.run()
     assert first.finish("again").cached_tokens >= 32 or name == "llama last-24"
     assert bits(first, "again") == expected
@@ -69,7 +71,13 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str, model_of: M
     for count in (1, 7, 15) if name == "llama" else (15,):
         bench = bench_of(loaded, prefill_chunk=schedule.choice([5, 16, 40]), prefill_rows=schedule.choice([1, 8]))
         others = [
-            spec(f"o{at}", prompt_of(schedule.randint(1, 40), seed=at), seed=at, temperature=at % 2, max_tokens=1 + at % 9)
+            spec(
+                f"o{at}",
+                prompt_of(schedule.randint(1, 40), seed=at),
+                seed=at,
+                temperature=at % 2,
+                max_tokens=1 + at % 9,
+            )
             for at in range(count)
         ]
         bench.submit(*others[::2])
@@ -93,7 +101,9 @@ def test_scores_are_the_samplers_log_probabilities(name: str, model_of: Model) -
     own = spec("own", prompt_of(45, seed=3), temperature=1.0, seed=5, max_tokens=20)
     bench = alone(loaded, own)
     bench.submit(
-        SequenceSpec("s", "m", own.prompt_ids, SamplingParams(0, 0), kind="score", score_ids=tuple(bench.tokens("own"))),
+        SequenceSpec(
+            "s", "m", own.prompt_ids, SamplingParams(0, 0), kind="score", score_ids=tuple(bench.tokens("own"))
+        ),
         spec("beside", prompt_of(30), max_tokens=9),
     )
     bench.run()
@@ -125,7 +135,7 @@ def test_every_forward_has_the_same_shape(llama: LoadedModel) -> None:
     fed = SpiedModel.inside(bench).fed
     bench.submit(*(spec(f"s{at}", prompt_of(3 + 20 * at), max_tokens=3 + at) for at in range(4)))
     bench.run()
-    assert set(fed) == {places.PLACES}
+    assert set(fed) == {PLACES}
 
 
 def test_what_cannot_be_kept_is_refused(llama: LoadedModel) -> None:

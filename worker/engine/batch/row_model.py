@@ -216,9 +216,7 @@ class RowModel:
         self.tokens_B1 = self.logits_B1V = None
         return logits_BLV
 
-    def _in_places(
-        self, call: places.Forward, ids_BL: mx.array | list[list[int]], cache: Sequence[Any]
-    ) -> mx.array:
+    def _in_places(self, call: places.Forward, ids_BL: mx.array | list[list[int]], cache: Sequence[Any]) -> mx.array:
         """Output of `call` at each of the ids [N, ...], row by row, each computed whatever the others are."""
         rows = cast(RowTag, cache[-1]).rows
         if isinstance(ids_BL, mx.array):
