@@ -16,8 +16,8 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from mlx_model import places
 from mlx_model.device import on_cpu, on_metal
+from mlx_model.kv import places
 from mlx_model.kv.apart import ApartKVCache, ApartWindowKVCache
 from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.kv.kinds import can_share, kind_of, leaves, mapped

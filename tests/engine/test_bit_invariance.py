@@ -9,7 +9,7 @@ import mlx.core as mx
 import msgspec
 import pytest
 
-from mlx_model import places
+from mlx_model.kv import places
 from mlx_model.kv.apart import PLACES
 from mlx_model.kv.layout import layout_of
 from mlx_model.loader import LoadedModel

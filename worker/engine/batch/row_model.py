@@ -14,9 +14,9 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_model import places
 from mlx_model.collectives.ranks import Ranks
 from mlx_model.heads.head import Head, Heads
+from mlx_model.kv import places
 from mlx_model.kv.cuda import few_shapes
 from mlx_model.kv.layout import KvLayout
 from mlx_model.networks.network import Network

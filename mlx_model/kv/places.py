@@ -1,6 +1,6 @@
 """Forwards of `PLACES` places each, for `--batch-invariant`; and whether a model and this machine keep its promise.
 
-kv/apart.py says what a place is, and why a row's bits depend on the row alone. What is left to chance is that a product
+apart.py says what a place is, and why a row's bits depend on the row alone. What is left to chance is that a product
 treats all of its rows alike, and that a model computes places by nothing but such products, attention and what is
 elementwise. So `check` tries the model itself: the same row in other slots, beside others, in other pieces.
 """
