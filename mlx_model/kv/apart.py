@@ -171,7 +171,7 @@ class ApartWindowKVCache(ApartKVCache):
 
 
 class _Places:
-    """What a model's layer gets as its cache: one batch row a place."""
+    """The object that a layer gets as its cache: of each place one batch row."""
 
     def __init__(self, leaf: ApartKVCache, portion: Portion, offset: mx.array) -> None:
         self._leaf, self._portion = leaf, portion

@@ -1,7 +1,8 @@
 """What `--batch-invariant` costs: `python -m tests.bench.invariance [--model FOLDER] [--rows 1 4 16]`.
 
 Decode steps of rows with the flag, over those without it, and prompts, in turn in one process: minimum, median and
-maximum of the ratio of tokens per second. Without --model a model with random weights in memory.
+maximum of the ratio of tokens per second, on a CPU of the process's own time. Without --model a model with random
+weights in memory.
 """
 
 # ruff: noqa: E402
@@ -15,6 +16,7 @@ from dataclasses import replace
 from statistics import median
 
 from mlx_model.config import EngineConfig
+from mlx_model.device import on_cpu
 from mlx_model.kv.layout import layout_of
 from mlx_model.loader import LoadedModel, load_model
 from shared.sequences import SamplingParams, SequenceSpec
@@ -22,6 +24,7 @@ from tests.bench.adapters import SHAPES, random_model
 from worker.engine.engine import Engine
 from worker.engine.messages import RowRequest
 
+CLOCK = time.process_time if on_cpu() else time.perf_counter
 WARM = 2  # tokens of each row before those that are timed
 
 
@@ -43,12 +46,12 @@ class Rows:
             )
             for at in range(self._rows)
         ]
-        began = time.perf_counter()
+        began = CLOCK()
         self._engine.submit([RowRequest(each) for each in requests])
         self._until(WARM * self._rows)
-        middle = time.perf_counter()
+        middle = CLOCK()
         done = self._until(self._rows * self._tokens // 2)
-        end = time.perf_counter()
+        end = CLOCK()
         while self._engine.busy:
             self._engine.turn()
         return self._rows * self._prompt / (middle - began), done / (end - middle)

@@ -19,6 +19,7 @@ from tests.engine.adapter_bench import AdapterBench, row
 from tests.engine.adapter_models import ATTENTION, LINEARS, MadeAdapter, make_adapter
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 from tests.engine.kv_models import GROUP, RECURRENT, WINDOWED, Model
+from worker import invariance
 
 KINDS = ["llama", "deepseek_v3", *WINDOWED, "llama last-24", "llama 4", "deepseek_v3 8"]
 DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 5, "max_tokens": 12, "top_logprobs": 2}
@@ -119,6 +120,8 @@ def test_recurrent_states_are_refused_by_name(name: str, model_of: Model) -> Non
 def test_a_machine_whose_products_depend_on_a_rows_place_is_refused(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    loaded, sequences = invariant(llama), invariance.specs(llama.card.vocab_size, 4)
+    assert invariance.different(loaded, sequences) == []
     forward = places.forward
 
     def skewed(*arguments: object, **options: object) -> mx.array:
@@ -126,6 +129,7 @@ def test_a_machine_whose_products_depend_on_a_rows_place_is_refused(
         return out * (1 + 1e-6 * mx.arange(len(out)).reshape(-1, *[1] * (out.ndim - 1)))
 
     monkeypatch.setattr(places, "forward", skewed)
+    assert invariance.different(loaded, sequences) != []
     with pytest.raises(SetupError, match="this machine cannot keep it for this model: a row's bits depend on"):
         invariant(llama)
 
