@@ -49,8 +49,10 @@ def specs(vocab: int, count: int) -> list[SequenceSpec]:
 
 
 def computed(loaded: LoadedModel, sequences: list[SequenceSpec], joins: float) -> Bits:
-    """Tokens and log-probabilities of an engine without a prefix cache; `joins`: the chance that the next sequence joins in
-    a turn."""
+    """Tokens and log-probabilities of an engine without a prefix cache.
+
+    `joins`: the chance that the next sequence joins in a turn.
+    """
     config = EngineConfig("", batch_invariant=True, max_rows=len(sequences), prefill_chunk=48, prefix_cache_bytes=0)
     engine, lots, found = Engine(loaded, config), random.Random(1), Bits()
     waiting = list(sequences)

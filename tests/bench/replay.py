@@ -1,7 +1,8 @@
 """Replays: what is generated in a full batch by one of two workers and computed again by the other, token by token.
 
 `python -m tests.bench.replay [--model models/tiny] [--dtype bfloat16] [--batch-invariant] [--sequences 64]
-[--tokens 64]` prints the tokens by verdict, and the gaps of those that are not the same at once: shared/replay.py's bounds stand on them.
+[--tokens 64]` prints the tokens by verdict, and the gaps of those that are not the same at once: shared/replay.py's
+bounds stand on them.
 """
 
 import argparse
