@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from shared.process.worker_settings import WorkerSettings
 from shared.redis.queue.sequence_queue import ClaimPlan
 from shared.sequences import ModelCard
-from worker.engine.scheduler import Limits, Reserved, RowTokens
+from worker.engine.reserved import Reserved
+from worker.engine.scheduler import Limits
 from worker.rows import ClaimedRows
 
 
@@ -66,8 +67,8 @@ def claim_plan(
     token_bytes = max(1, card.kv_bytes_per_token)
     specs = [row.claim.spec for row in rows.occupying()]
     reserved = Reserved(Limits.of(card, kv_limit_bytes), most_rows, shares=shares)
-    for spec in specs:
-        reserved.add(RowTokens.of(spec, spec.adapter))
+    for row in rows.occupying():
+        reserved.add(row.reserved)
     interactive = sum(spec.sequence_class == "interactive" for spec in specs)
     state = SchedulerState(
         interactive_rows=interactive,

@@ -13,12 +13,14 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from shared.frames import TokenEvent
 from shared.redis.tokens.writer import Commit
 from shared.sequences import Claim, Timings
 from shared.token_events import merged
 from shared.trajectories import result_of
+from worker.engine.reserved import RowTokens
 
 
 def now_ms() -> int:
@@ -65,6 +67,11 @@ class ClaimedRow:
     @property
     def id(self) -> str:
         return self.claim.spec.id
+
+    @cached_property
+    def reserved(self) -> RowTokens:
+        """Positions of KV that it may come to hold."""
+        return RowTokens.of(self.claim.spec, self.claim.spec.adapter)
 
     def add(self, event: TokenEvent) -> None:
         """Take a new event of the engine."""

@@ -10,7 +10,7 @@ from api.generation.structured import Schema
 from api.generation.target import TargetFields, first_words
 from api.http.fields import HistoryModel, Off, RequestModel, complaint
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.tools import MAX_TOOLS, known_type
+from api.openai.tools import MAX_TOOLS, UnservedTool, known_type, unserved
 
 
 class MessageTool(HistoryModel):
@@ -34,20 +34,13 @@ class MessageTool(HistoryModel):
         return {"type": "function", "function": {**given, "parameters": self.input_schema}}
 
 
-class ServerTool(HistoryModel):
-    """A tool that Anthropic's servers run or define. It is left out of the model's view, and the header names it."""
-
-    type: str
-    name: str = ""
-
-
 def _kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "<custom>" if kind in (None, "custom") else "<server>"
 
 
 AnyTool = Annotated[
-    Annotated[MessageTool, Tag("<custom>")] | Annotated[ServerTool, Tag("<server>")], Discriminator(_kind)
+    Annotated[MessageTool, Tag("<custom>")] | Annotated[UnservedTool, Tag("<server>")], Discriminator(_kind)
 ]
 
 
@@ -120,17 +113,22 @@ class OutputConfig(RequestModel):
     format: JsonFormat | None = None
 
 
-class ClearThinking(RequestModel):
-    """Claude Code says with it that the thinking of earlier turns stays, which it does anyway."""
+class ContextEdit(HistoryModel):
+    """An edit that would shorten earlier turns: none is made, and the answer's header names it."""
 
-    type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
+    type: str
+    keep: Any = None
+
+    @property
+    def asks_nothing(self) -> bool:
+        """True if the thinking of earlier turns is to stay, as it does: what Claude Code sends."""
+        return self.type == "clear_thinking_20251015" and self.keep == "all"
 
 
 class ContextManagement(RequestModel):
-    """Edits of earlier turns, of which none removes anything so far."""
+    """Edits of earlier turns."""
 
-    edits: list[Annotated[ClearThinking, known_type("clear_thinking_20251015")]] = Field(default_factory=list)
+    edits: list[ContextEdit] = Field(default_factory=list, max_length=64)
 
 
 class PromptedFields(RequestModel):
@@ -162,11 +160,6 @@ class PromptedFields(RequestModel):
         """The tools that the client runs."""
         return [tool for tool in self.tools or () if isinstance(tool, MessageTool)]
 
-    @property
-    def server_tools(self) -> list[ServerTool]:
-        """The tools that are not there."""
-        return [tool for tool in self.tools or () if isinstance(tool, ServerTool)]
-
     def chat(self, template: str) -> ChatCompletionRequest:
         """The same request to /v1/chat/completions; `template`: the model's, which says what it has variables for.
 
@@ -182,16 +175,15 @@ class PromptedFields(RequestModel):
         """Fields of the equivalent chat, without the messages."""
         config, choice = self.output_config or OutputConfig(), self.tool_choice
         wanted = config.format or self.output_format
-        if choice is not None and self._chooses_server_tool(choice):
-            choice = None
         named = None if choice is None else choice.name
         body: dict[str, Any] = {
             "continue_final_message": self.messages[-1].role == "assistant",
             "reasoning_effort": config.effort,
             "max_reasoning_tokens": None if self.thinking is None else self.thinking.budget_tokens,
             "chat_template_kwargs": self._variables(template),
-            "tools": [tool.shown() for tool in self.own_tools if not tool.defer_loading or tool.name == named],
-        }
+            "tools": [*(tool.shown() for tool in self.own_tools if not tool.defer_loading or tool.name == named),
+                      *unserved(self.tools)],
+        }  # fmt: skip
         if wanted is not None:
             described = {"name": "output", "schema": wanted.schema_}
             body["response_format"] = {"type": "json_schema", "json_schema": described}
@@ -199,12 +191,6 @@ class PromptedFields(RequestModel):
             body["tool_choice"] = choice.shown()
             body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         return body
-
-    def _chooses_server_tool(self, choice: MessageToolChoice) -> bool:
-        """True for a choice that only tools could meet which are not there."""
-        if choice.type == "tool":
-            return any(tool.name == choice.name for tool in self.server_tools)
-        return choice.type == "any" and bool(self.server_tools) and not self.own_tools
 
     def _variables(self, template: str) -> dict[str, Any]:
         asked = (self.thinking or _NO_THINKING).variables()
@@ -216,11 +202,10 @@ class PromptedFields(RequestModel):
 
         `bounded`: reasoning has a bound, for which the template needs no variable.
         """
-        absent = list(dict.fromkeys(f"tools.{tool.type}" for tool in self.server_tools))
-        if self.tool_choice is not None and self._chooses_server_tool(self.tool_choice):
-            absent.append("tool_choice")
-        if self.mcp_servers:
-            absent.append("mcp_servers")
+        absent = sorted({name for turn in self.messages for name in turn.left_out()})
+        edits = () if self.context_management is None else self.context_management.edits
+        absent += [f"context_management.{edit.type}" for edit in edits if not edit.asks_nothing]
+        absent += ["mcp_servers"] if self.mcp_servers else []
         if self.thinking is None:
             return absent
         nothing_to_switch = self.thinking.type == "disabled" and "think" not in template.lower()

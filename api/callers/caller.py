@@ -21,6 +21,7 @@ from shared.sequences import SequenceClass
 T = TypeVar("T")
 
 NO_CACHE = "x-parallm-no-cache"
+LEARN = "x-parallm-learn"
 SESSION_HEADERS = (  # of clients, the surest first; each carries the id of one conversation
     "x-session-id",
     "x-claude-code-session-id",
@@ -47,6 +48,7 @@ class ApiKey:
     admin: bool = False
     feedback: bool = True  # whether answers to it may be kept for feedback
     learn: bool = False  # whether the messages that follow these answers may be judged and learned from
+    each_agrees: bool = False  # only requests whose header says that their user agrees are stored at all
 
     @property
     def apart(self) -> bool:
@@ -103,6 +105,10 @@ no_cache: ContextVar[str] = ContextVar("no_cache", default="")
 """The request's header of this name; "" without one."""
 
 
+may_learn: ContextVar[str] = ContextVar("may_learn", default="")
+"""The header by which a request's user agrees to be learned from, or does not; "" without one."""
+
+
 named_session: ContextVar[str] = ContextVar("named_session", default="")
 """The session that a header of the request names; "" without one."""
 
@@ -126,9 +132,16 @@ def may_cache() -> bool:
 
 
 def may_record() -> bool:
-    """False if this task's request has a key whose answers may not be stored."""
-    key = calling.get()
-    return key is None or key.feedback
+    """False if this task's request has a key whose answers may not be stored, or a user who does not agree to it.
+
+    InvalidRequestError for an unknown value of the header.
+    """
+    key, agrees = calling.get(), may_learn.get().strip().lower()
+    if agrees not in ("", "no", "0", "false", "yes", "1", "true"):
+        raise InvalidRequestError(f"header '{LEARN}': yes or no, not '{agrees[:32]}'", param=LEARN)
+    if agrees in ("no", "0", "false"):
+        return False
+    return key is None or (key.feedback and (bool(agrees) or not key.each_agrees))
 
 
 def may_judge() -> bool:

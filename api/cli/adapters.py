@@ -1,4 +1,4 @@
-"""`mlx_parallm adapters`: list, show, upload, roll back and delete adapter versions (api/adapters/routes.py).
+"""`mlx_parallm adapters`: list, show, upload, promote, roll back and delete adapter versions (api/adapters/routes.py).
 
 Also out of the ring again: download a version, or merge it into its base. Merging takes MLX, so a process of its own
 does it (`trainer/merging.py`).
@@ -89,6 +89,19 @@ def upload(
     except OSError as error:
         fail(f"{error.filename or folder}: {error.strerror or error}", 2)
     show_text(loaded, as_json, plain(loaded.message))
+
+
+@app.command()
+def promote(
+    name: Name,
+    version: Annotated[int, typer.Argument(min=1, help="candidate that becomes `latest`")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    as_json: Json = False,
+) -> None:
+    """Make a candidate the latest; refused for one that its gate has rejected, or that a newer one has replaced."""
+    answer = call(url, api_key, "POST", f"/v1/adapters/{segment(name)}/promote", {"version": version})
+    show_text(answer, as_json, plain(answer["message"]))
 
 
 @app.command()

@@ -3,10 +3,11 @@
 A key comes from `--api-key` (or PARALLM_API_KEY; several with commas between) or from a line of `--api-key-file`:
 
     <key or sha256:HEX> [name=alice] [class=interactive|batch] [rate=600/minute] [concurrent=32]
-                        [tenant=acme | role=admin] [feedback=no] [learn=yes]
+                        [tenant=acme | role=admin] [feedback=no] [learn=yes|user]
 
 With feedback=no no answer to the key is kept for feedback. With learn=yes a judge model may read what the user writes
-next, and what it finds becomes the answer's reward.
+next, and what it finds becomes the answer's reward. With learn=user the key's users agree each for themselves: of a
+request without the header `X-Parallm-Learn: yes` nothing is kept, and all others are as with learn=yes.
 Keys of one tenant share what they make; an admin's key sees and does all. Where one key says either, each must.
 
 Keys of ours are 256 random bits, so a plain hash is enough; a key that a person has thought up has to be long.
@@ -163,10 +164,11 @@ def _key(line: str, where: str) -> ApiKey:
         raise SetupError(f"{where}: an admin's key has no tenant: give the admin a second key for work of its own")
     if given.get("feedback", "no") not in ("no", "yes"):
         raise SetupError(f"{where}: feedback is yes or no")
-    if given.get("learn", "no") not in ("no", "yes"):
-        raise SetupError(f"{where}: learn is yes or no")
-    if given.get("learn") == "yes" and given.get("feedback") == "no":
-        raise SetupError(f"{where}: learn=yes needs the answers that feedback=no does not store")
+    learn = given.get("learn", "no")
+    if learn not in ("no", "yes", "user"):
+        raise SetupError(f"{where}: learn is yes, no or user")
+    if learn != "no" and given.get("feedback") == "no":
+        raise SetupError(f"{where}: learn={learn} needs the answers that feedback=no does not store")
     rate = rate_of(given["rate"], where) if "rate" in given else None
     return ApiKey(
         name,
@@ -177,7 +179,8 @@ def _key(line: str, where: str) -> ApiKey:
         given.get("tenant", ""),
         "role" in given,
         given.get("feedback", "yes") == "yes",
-        given.get("learn", "no") == "yes",
+        learn != "no",
+        learn == "user",
     )
 
 

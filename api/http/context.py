@@ -11,7 +11,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.callers.caller import NO_CACHE, Client, client, named_session, no_cache, session_in
+from api.callers.caller import LEARN, NO_CACHE, Client, client, may_learn, named_session, no_cache, session_in
 from api.http.anthropic_errors import speaks_anthropic
 from api.http.auth import OPEN_PATHS
 from api.http.errors import error_response, from_fault
@@ -52,6 +52,7 @@ class RequestContext:
         scope.setdefault("state", {})["request_id"] = request_id
         client.set(Client((scope.get("client") or ("",))[0], receive))
         no_cache.set(headers.get(NO_CACHE, ""))
+        may_learn.set(headers.get(LEARN, ""))
         named_session.set(session_in(scope["headers"]))
         began, status = time.perf_counter(), 0
 

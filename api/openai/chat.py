@@ -12,11 +12,12 @@ from api.generation.plan import PreparedRequest, encoded, plan
 from api.generation.structured import grammar_of_format, grammar_of_outputs
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
+from api.http.content import MessagePart
 from api.http.errors import error_responses
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
 from api.openai.conversations import conversation, plain
 from api.openai.replies import reply
-from api.openai.tools import ToolUse, forms_left_out
+from api.openai.tools import ToolUse, left_out_of, served
 from api.ring.ring import Ring, TheRing
 from shared.images.chat import ChatImages
 from shared.process.api_settings import ApiSettings
@@ -42,11 +43,39 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     target = await target_of(ring, body, request, split=True)
     ring = target.ring
     codec = target.served.codec
+    body, unseen = seen_by(body, target.served.card)
     images = await images_of(ring, target.served.card, body.messages)
     prepared = await prepare(codec, body, ring.settings, images=images)
     planned = await plan(ring, body, target, prepared)
     response = await reply(ring, codec, planned, bool(body.stream))
-    return with_unused(response, unused_hints(body, codec))
+    return with_unused(response, [*unseen, *unused_hints(body, codec)])
+
+
+def seen_by(body: ChatCompletionRequest, card: ModelCard) -> tuple[ChatCompletionRequest, list[str]]:
+    """A chat as the model sees it, and what of it the model does not see, for the answer's header.
+
+    Images that tools have brought are shown by the user after the results, since templates know no others; where the
+    model sees none, words stand for them.
+    """
+    if not any(message.role == "tool" and message.has_images for message in body.messages):
+        return body, []
+    shown: list[ChatMessage] = []
+    brought: list[MessagePart] = []
+    for message in body.messages:
+        if brought and message.role != "tool":
+            shown.append(ChatMessage(role="user", content=brought))
+            brought = []
+        if message.role == "tool" and isinstance(message.content, list):
+            parts = [part if part.type == "text" or card.vision is not None else _UNSEEN for part in message.content]
+            brought = brought + [part for part in parts if part.type != "text"]
+            message = message.model_copy(update={"content": [part for part in parts if part.type == "text"]})
+        shown.append(message)
+    if brought:
+        shown.append(ChatMessage(role="user", content=brought))
+    return body.model_copy(update={"messages": shown}), [] if card.vision is not None else ["messages.tool.image"]
+
+
+_UNSEEN = MessagePart(type="text", text="[an image, which you cannot see]")
 
 
 async def prepare(
@@ -110,15 +139,17 @@ def _hints(body: ChatCompletionRequest, codec: TextCodec) -> dict[str, Any]:
 
 
 def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
-    """Hints that the model's template does not know, a budget of reasoning for a model without any, and parts of tools'
-    schemas that no grammar can enforce."""
+    """Hints that the model's template does not know, a budget of reasoning for a model without any, tools that are
+    not served, and parts of tools' schemas that no grammar can enforce."""
     asked = sorted(_hints(body, codec).items() - _NO_HINT)
     unused = [name for name, _ in asked if name not in codec.bundle.chat_template]
     if body.max_reasoning_tokens is not None and language_of(codec).reasoning is None:
         unused.append("max_reasoning_tokens")
-    enforced = body.tool_choice not in (None, "none", "auto") or any(tool.function.strict for tool in body.tools or ())
+    enforced = body.tool_choice not in (None, "none", "auto") or any(
+        tool.function.strict for tool in served(body.tools)
+    )
     tools = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls) if enforced else None
-    unused += forms_left_out(body.tools or (), codec)
+    unused += left_out_of(body.tools or (), codec)
     return unused if tools is None else unused + tools.unenforced(codec)
 
 

@@ -2,7 +2,9 @@
 
 Invariants. With `tool_choice` "required" or a named function the completion is calls in the model's own form and
 nothing else, with arguments of the function's schema. With "auto" the model decides; arguments of functions with
-`strict` follow their schema then, too, where the form has marks by which a call is known.
+`strict` follow their schema then, too, where the form has marks by which a call is known. Tools of types that this
+server does not run are left out of what the model sees, in all protocols; a choice that only these could meet is
+refused, because the answer would not be what the request asks for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -132,7 +134,35 @@ class ChatCustomTool(HistoryModel):
         return self.custom.function_named(self.custom.name, self.custom.description)
 
 
-ChatTool = Tool | ChatCustomTool
+class UnservedTool(HistoryModel):
+    """A tool of a type that this server does not run. The model does not see it, and the answer's header names it."""
+
+    type: str
+    name: str = ""
+
+
+ServedTool = Tool | ChatCustomTool
+ChatTool = ServedTool | UnservedTool
+
+
+def served(tools: Sequence[ChatTool] | None) -> list[ServedTool]:
+    """The tools that the model sees."""
+    return [tool for tool in tools or () if not isinstance(tool, UnservedTool)]
+
+
+def unserved(tools: Sequence[Any] | None) -> list[UnservedTool]:
+    """The tools that the model does not see."""
+    return [tool for tool in tools or () if isinstance(tool, UnservedTool)]
+
+
+def _serving(*types: str) -> Discriminator:
+    """Separates tools of these types, whose class is named by the type, from those of other types."""
+
+    def tag(value: Any) -> str:
+        kind = str(value.get("type", types[0]) if isinstance(value, dict) else getattr(value, "type", types[0]))
+        return f"<{kind}>" if kind in types and not isinstance(value, UnservedTool) else "<unserved>"
+
+    return Discriminator(tag)
 
 
 class FunctionName(RequestModel):
@@ -156,11 +186,17 @@ class NamedChoice(RequestModel):
         return data
 
 
+custom_is_function = by_type("function", {"function": "function", "custom": "function"}, "unserved")
+AllowedTool = Annotated[
+    Annotated[NamedChoice, Tag("<function>")] | Annotated[UnservedTool, Tag("<unserved>")], custom_is_function
+]
+
+
 class AllowedTools(RequestModel):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: list[Annotated[NamedChoice, known_type("function", "custom")]] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: list[AllowedTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 class AllowedChoice(RequestModel):
@@ -170,21 +206,27 @@ class AllowedChoice(RequestModel):
     allowed_tools: AllowedTools
 
     def of(self, tools: Sequence[ChatTool] | None) -> list[ChatTool]:
-        """Those of the tools that are allowed; InvalidRequestError for one that there is not."""
-        names = {each.function.name for each in self.allowed_tools.tools}
-        if missing := names - {tool.function.name for tool in tools or ()}:
+        """Those of the tools that are allowed, and all that are not served; InvalidRequestError for one that there is
+        not."""
+        names = {each.function.name for each in self.allowed_tools.tools if isinstance(each, NamedChoice)}
+        if missing := names - {tool.function.name for tool in served(tools)}:
             raise InvalidRequestError(f"no tool is named '{min(missing)}'", param="tool_choice")
-        return [tool for tool in tools or () if tool.function.name in names]
+        return [tool for tool in tools or () if isinstance(tool, UnservedTool) or tool.function.name in names]
 
 
-Tools = Annotated[list[Annotated[Tool, known_type("function")]], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[
+    list[
+        Annotated[Annotated[Tool, Tag("<function>")] | Annotated[UnservedTool, Tag("<unserved>")], _serving("function")]
+    ],
+    Field(max_length=MAX_TOOLS),
+]
 ChatTools = Annotated[
     list[
         Annotated[
-            Annotated[
-                Annotated[Tool, Tag("<function>")] | Annotated[ChatCustomTool, Tag("<custom>")], by_type("function")
-            ],
-            known_type("function", "custom"),
+            Annotated[Tool, Tag("<function>")]
+            | Annotated[ChatCustomTool, Tag("<custom>")]
+            | Annotated[UnservedTool, Tag("<unserved>")],
+            _serving("function", "custom"),
         ]
     ],
     Field(max_length=MAX_TOOLS),
@@ -213,26 +255,30 @@ class ToolUse(msgspec.Struct, frozen=True):
     def of(
         cls, tools: Sequence[ChatTool] | None, choice: str | NamedChoice | AllowedChoice | None, parallel: bool | None
     ) -> "ToolUse | None":
-        """None when nothing may be called; InvalidRequestError for a choice without its tool."""
+        """None when nothing may be called; InvalidRequestError for a choice without its tool, or one that only tools
+        could meet that are not served."""
         if isinstance(choice, AllowedChoice):  # the model sees no others
             tools, choice = choice.of(tools), choice.allowed_tools.mode
-        if not tools:
+        absent, own = unserved(tools), served(tools)
+        if isinstance(choice, NamedChoice) and all(tool.function.name != choice.function.name for tool in own):
+            _refuse_unserved(f"names '{choice.function.name}'", [t for t in absent if t.name == choice.function.name])
+            raise InvalidRequestError(f"no tool is named '{choice.function.name}'", param="tool_choice")
+        if not own:
             if choice not in (None, "none", "auto"):
+                _refuse_unserved(f"is '{choice}'", absent)
                 raise InvalidRequestError("'tool_choice' needs 'tools'", param="tool_choice")
             return None
-        shown = [{"type": "function", "function": each.function.model_dump(exclude_none=True)} for each in tools]
-        names = [tool.function.name for tool in tools]
+        shown = [{"type": "function", "function": each.function.model_dump(exclude_none=True)} for each in own]
+        names = [tool.function.name for tool in own]
         if len(set(names)) < len(names):
             raise InvalidRequestError("two tools have the same name", param="tools")
         if choice == "none":
             return None
-        functions = [tool.function for tool in tools]
+        functions = [tool.function for tool in own]
         named = isinstance(choice, NamedChoice)
         if isinstance(choice, NamedChoice):
             functions = [each for each in functions if each.name == choice.function.name]
-            if not functions:
-                raise InvalidRequestError(f"no tool is named '{choice.function.name}'", param="tool_choice")
-        custom = tuple(tool.custom.name for tool in tools if isinstance(tool, ChatCustomTool))
+        custom = tuple(tool.custom.name for tool in own if isinstance(tool, ChatCustomTool))
         one_by_one = parallel is False or named
         return cls(shown, functions, named or choice == "required", named, not one_by_one, custom)
 
@@ -261,11 +307,23 @@ class ToolUse(msgspec.Struct, frozen=True):
         return [f"tools.{place}" for place in places]
 
 
-def forms_left_out(tools: Sequence[ChatTool], codec: TextCodec) -> list[str]:
-    """`tools.format` if the model reads the form of a tool's text and is not held to it."""
+def _refuse_unserved(asked: str, absent: Sequence[UnservedTool]) -> None:
+    """InvalidRequestError if a choice wants one of these tools."""
+    if absent:
+        kinds = ", ".join(sorted({tool.type for tool in absent}))
+        raise InvalidRequestError(
+            f"'tool_choice' {asked}, and this server has none of the tools ({kinds}): leave 'tool_choice' out, "
+            "or offer a function", param="tool_choice",
+        )  # fmt: skip
+
+
+def left_out_of(tools: Sequence[ChatTool], codec: TextCodec) -> list[str]:
+    """Tools that are not served, by their types, and `tools.format` if the model reads the form of a tool's text and is
+    not held to it."""
     formed = [tool.custom for tool in tools if isinstance(tool, ChatCustomTool) and tool.custom.form]
     held = bool(form_of(language_of(codec).calls).marks)
-    return [] if all(held and custom.regex for custom in formed) else ["tools.format"]
+    unheld = [] if all(held and custom.regex for custom in formed) else ["tools.format"]
+    return sorted({f"tools.{tool.type}" for tool in unserved(tools)}) + unheld
 
 
 def _signature(function: FunctionDefinition, held: bool) -> Signature:

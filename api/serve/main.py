@@ -17,13 +17,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import structlog
 import yaml
 from pydantic import SecretStr
 from redis.exceptions import RedisError
 
-from api.http.api_keys import KeyRing, check_exposure
+from api.http.api_keys import KeyRing, check_exposure, line_of, new_key
 from api.http.listening import listen
 from api.serve.embedded_redis import EmbeddedRedis
 from api.serve.supervisor import ChildSpec, Supervisor, wait_for
@@ -37,7 +38,7 @@ from shared.process.process_settings import RunnerSettings
 from shared.process.serve_settings import ServeSettings
 from shared.process.settings import load
 from shared.process.worker_settings import LINGER_S, WorkerSettings
-from shared.redis.connection.address import shown
+from shared.redis.connection.address import RedisUrl, shown
 from shared.redis.connection.client import answers, connect, require
 from shared.redis.processes.child_troubles import ChildTroubles
 from shared.telemetry import tracing
@@ -47,6 +48,10 @@ log = structlog.get_logger()
 TRAINER = "trainer.hosted:HostedTrainer"
 LEARNERS = "trainer.service.hosted:HostedLearners"
 TRAINER_FLAGS = ("lora_rank", "atropos_url", "learn_when")  # of ours that are the hosted trainer's settings
+NIGHT_FLAGS = ("train_config", "lora_rank", "learn_when")  # of these, the ones that night school has a use for
+EVERYWHERE = ("0.0.0.0", "::", "")  # hosts that this machine reaches as 127.0.0.1
+HERE = ("127.0.0.1", "localhost", "::1")
+NIGHT_FEEDBACK_DAYS = 14.0  # for which answers are stored, where the settings do not say
 GUEST_FLAGS = ("training_share", "training_pause_ms", "end_with_guest")  # of ours that bound what a guest does
 SECRETS = ("PARALLM_API_KEY", "PARALLM_CONNECT_KEY", "PARALLM_REDIS_PASSWORD")
 SAY_EVERY_S = 60.0  # that a model is still loading
@@ -141,13 +146,42 @@ def check_modes(settings: ServeSettings) -> None:
         if settings.train_config is not None and not settings.train_config.is_file():
             raise SetupError(f"--train-config {settings.train_config}: no such file")
         return
-    useless = ["train_config", *TRAINER_FLAGS]
+    if settings.has_nights:
+        _check_nights(settings)
+    useless = [name for name in ("train_config", *TRAINER_FLAGS) if not settings.has_nights or name not in NIGHT_FLAGS]
+    if settings.suite is not None and not settings.has_nights:
+        raise SetupError("--suite is for night school: add --learn-when")
     if not (settings.learners or settings.guest):
         useless += GUEST_FLAGS
     for name in useless:
         if getattr(settings, name) != ServeSettings.model_fields[name].default:
             flag = f"--{name.replace('_', '-')}"
             raise SetupError(f"{flag} is for a hosted trainer: add --mode inference_and_training")
+
+
+def _check_nights(settings: ServeSettings) -> None:
+    """SetupError where night school could not work; answers are stored for it."""
+    if settings.uds or len(settings.given_models) != 1:
+        raise SetupError("--learn-when: night school learns for one --model, over a port (no --uds, no catalogue)")
+    if not settings.redis and settings.host not in (*EVERYWHERE, *HERE):
+        raise SetupError(f"--learn-when reaches the embedded Redis by 127.0.0.1: --host 0.0.0.0, not {settings.host}")
+    if any(key.apart for key in KeyRing.of(settings)):
+        raise SetupError(
+            "--learn-when: sessions are each tenant's own, so on a server whose keys have tenants each tenant's policy "
+            "is taught by mlx_parallm_train with that tenant's key"
+        )
+    for flag, file in (("--suite", settings.suite), ("--train-config", settings.train_config)):
+        if file is not None and not file.is_file():
+            raise SetupError(f"{flag} {file}: no such file")
+    if "feedback_ttl_days" not in settings.model_fields_set:
+        settings.feedback_ttl_days = NIGHT_FEEDBACK_DAYS
+        log.warning("serve.stores_answers", days=NIGHT_FEEDBACK_DAYS, why="--learn-when", other="--feedback-ttl-days")
+    if not settings.feedback_ttl_days:
+        raise SetupError(
+            "--learn-when: night school learns from stored sessions, and --feedback-ttl-days 0 stores none"
+        )
+    if not settings.judge_model:
+        log.warning("night.no_judge", hint="only verdicts, edits, tests and exit codes count; --judge-model NAME")
 
 
 @contextlib.contextmanager
@@ -195,10 +229,16 @@ async def _start_children(supervisor: Supervisor, settings: ServeSettings, liste
     fds = tuple(listener.fileno() for listener in listeners)
     inherited = tuple(argument for fd in fds for argument in ("--fd", str(fd)))
     part_of_api = settings.of(ApiSettings)
-    part_of_api.api_key = SecretStr(KeyRing.plain(settings).hashed())  # the children know the hashes alone
+    hashes = KeyRing.plain(settings).hashed()  # the children know the hashes alone
+    key = new_key() if settings.has_nights and KeyRing.of(settings) else ""
+    if key:  # of night school: it sees what all keys do, and leaves nothing for feedback
+        hashes = ",".join(filter(None, [hashes, f"{line_of(key, name='night-school')} feedback=no"]))
+    part_of_api.api_key = SecretStr(hashes)
     for i in range(settings.api_processes):
         environment = part_of_api.environment()
         await supervisor.start(ChildSpec(f"api {i}", "api", environment, arguments=inherited, pass_fds=fds))
+    if settings.has_nights:
+        await supervisor.start(night_spec(settings, listeners[0].getsockname()[1], key))
 
 
 def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
@@ -229,6 +269,32 @@ def worker_spec(settings: ServeSettings, index: int) -> ChildSpec:
         + (LINGER_S if settings.kv_transfer else 0),
         ends=part.end_with_guest,
     )
+
+
+def night_spec(settings: ServeSettings, port: int, key: str) -> ChildSpec:
+    """Night school, which reaches the ring through the api at this port; `key`: of its own, "" where none is wanted."""
+    host = "127.0.0.1" if settings.host in EVERYWHERE else settings.host
+    environment = {
+        "PARALLM_CONNECT_TO": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        "PARALLM_CONNECT_KEY": key,
+        "PARALLM_MODEL": settings.model,
+        "PARALLM_ADAPTER": settings.default_adapter,
+        "PARALLM_LEARN_WHEN": settings.learn_when,
+        "PARALLM_LOG_LEVEL": settings.log_level,
+        "PARALLM_CONFIG": str(settings.train_config or ""),
+        "PARALLM_REDIS": "",
+        "PARALLM_REDIS_URL": "",
+        "PARALLM_REDIS_PASSWORD": unquote(RedisUrl.of(settings.redis).password),
+    }
+    given = {"DTYPE": settings.dtype, "LORA_RANK": settings.lora_rank, "TEACHER": settings.served_model_name}
+    environment |= {f"PARALLM_{name}": str(value) for name, value in given.items() if value}
+    if settings.log_json is not None:
+        environment["PARALLM_LOG_JSON"] = str(settings.log_json)
+    if settings.suite is not None:
+        environment["PARALLM_SUITE"] = str(settings.suite)
+    if not _names_run_dir(settings):
+        environment["PARALLM_RUN_DIR"] = str(settings.data_dir / "nights")
+    return ChildSpec("night school", "trainer.night", environment, stop_timeout_s=30.0)
 
 
 def devices_of(index: int, ranks: int) -> str:

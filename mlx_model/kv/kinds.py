@@ -38,7 +38,7 @@ from mlx_lm.models.cache import (
 from mlx_model.kv.apart import ApartKVCache, ApartWindowKVCache, RowKv
 from mlx_model.kv.quantised import BatchQuantisedKVCache, QuantisedKVCache
 from mlx_model.kv.ragged import RaggedKVCache, RaggedQuantisedKVCache, RaggedWindowKVCache, Slack, in_order
-from mlx_model.kv.shared import Form, Groups, Pair, SharedKVCache, SharedQuantisedKVCache, install
+from mlx_model.kv.shared import Form, Parts, SharedKVCache, SharedQuantisedKVCache, groups_of, install, part_of
 
 Arrays = tuple[mx.array, ...]
 _CLOSE = 0.02  # of the largest logit: how far two ways to read the same KV may be apart
@@ -398,27 +398,23 @@ def lie_apart(caches: Sequence[Any]) -> bool:
 
 def shared(
     caches: Sequence[Any],
-    beginnings: Sequence[tuple[Hashable, int] | None],
+    chains: Sequence[Parts],
     padding: Sequence[int],
     form: Form = "keys",
 ) -> tuple[list[Any], list[int]]:
     """Batched caches in which the first positions of rows lie apart, once for all rows of one key; their padding.
 
-    `beginnings`: the key of each row's and its positions, the same of equal keys; None: the row has none.
+    `chains`: of each row, the keys of its beginnings in order, with the positions of each.
     """
-    starts = [before + (each[1] if each else 0) for before, each in zip(padding, beginnings, strict=True)]
-    shift = min(starts)
-    rows: dict[Hashable, tuple[int, ...]] = {}
     firsts: dict[Hashable, tuple[int, slice]] = {}
-    for row, (each, before) in enumerate(zip(beginnings, padding, strict=True)):
-        if each:
-            rows[each[0]] = (*rows.get(each[0], ()), row)
-            firsts.setdefault(each[0], (row, slice(before, before + each[1])))
-    groups, left = Groups(rows, len(beginnings)), mx.array([start - shift for start in starts])
-
-    def leaf_pair(pair: Pair, row: int, of: slice) -> Pair:
-        keys, values = (mx.contiguous(each[row : row + 1, :, of]) for each in pair)
-        return keys, values
+    starts = []
+    for row, (chain, start) in enumerate(zip(chains, padding, strict=True)):
+        for key, length in chain:
+            firsts.setdefault(key, (row, slice(start, start + length)))
+            start += length
+        starts.append(start)
+    shift = min(starts)
+    groups, left = groups_of(chains), mx.array([start - shift for start in starts])
 
     def leaf_of(leaf: Any) -> Any:
         if not kind_of(leaf).is_cut:
@@ -428,12 +424,20 @@ def shared(
         pair = plain.keys, plain.values
         if plain.keys is None:  # prompts of one id, which is still to be fed
             return made(plain, groups, {}, form)
-        held = {key: leaf_pair(pair, row, of) for key, (row, of) in firsts.items()}
+        held = {key: part_of(pair, row, of) for key, (row, of) in firsts.items()}
         plain.keys, plain.values = (each[..., shift:, :] for each in pair)
         plain.left_padding, plain._idx = left + 0, plain._idx - shift
         return made(plain, groups, held, form)
 
     return mapped(caches, leaf_of), [start - shift for start in starts]
+
+
+def divide(caches: Sequence[Any], chains: Sequence[Parts]) -> None:
+    """Store the beginnings of rows in these parts, into which those that there are have to be divided."""
+    groups = groups_of(chains)
+    for leaf in leaves(caches):
+        if kind_of(leaf) is _SHARED:
+            leaf.divide(groups, chains)
 
 
 def whole(caches: Sequence[Any], rows: Sequence[int], starts: Sequence[int]) -> tuple[list[Any], list[int]]:
@@ -465,7 +469,7 @@ def can_share(model: Any, new_kv: Sequence[Any]) -> Form | None:
 
 def _reads_shared(model: Any, begun_kv: Sequence[Any], form: Form) -> bool:
     try:
-        together = shared(copies(begun_kv, 2), [("", 3)] * 2, [0, 0], form)[0]
+        together = shared(copies(begun_kv, 2), [[("", 3)]] * 2, [0, 0], form)[0]
         apart = copies(begun_kv, 2)
         for ids in ([[4], [5]], [[6, 7], [8, 9]]):
             one, other = (model(mx.array(ids), cache=each)[:, -1].astype(mx.float32) for each in (together, apart))

@@ -7,6 +7,9 @@ what their scores sum to:
 
     o = sigmoid(lse_beginning - lse_own) * o_beginning + (1 - the same) * o_own
 
+A beginning may be a chain of several, such as a system prompt and what follows it in one group's prompt. Each is joined
+to what has been read in this way, and `lse_own` becomes that of both: the order does not matter.
+
 Scores and weights are float32. In place of keys attention gets an object that knows both parts (`install`), so every
 model that uses MLX's attention and plain masks can have such leaves (`kinds.can_share`). Sinks belong to the own part.
 
@@ -14,8 +17,9 @@ MLA's leaves hold latents and rotary keys, and a score is the sum of two product
 rotary one by itself: `(q_rotary * scale) @ keys.T`. Its queries are needed for the beginnings, too. So the rotary keys
 that the model gets end with the rows of an identity matrix, and the last columns of its scores are those queries.
 
-Invariants. A beginning lies before all that its rows write, so a step takes back own positions only. A row has one
-beginning or none. `offset` counts both parts; padding, slack and `_idx` are those of the own part.
+Invariants. A beginning lies before all that its rows write, so a step takes back own positions only. Rows that have a
+beginning in common have all before it in common, too. `offset` counts all parts; padding, slack and `_idx` are those of
+the own part.
 """
 
 from __future__ import annotations
@@ -39,39 +43,16 @@ Pair = tuple[mx.array, mx.array]  # keys and values; of MLA latents and rotary k
 Form = Literal["keys", "latents"]  # what a model's leaves hold
 
 
+Chain = tuple[Hashable, ...]  # keys of a row's beginnings, from its first position on
+Parts = Sequence[tuple[Hashable, int]]  # of a chain, each with its positions
+
+
 @dataclass(frozen=True, eq=False)
-class Groups:
-    """Which of a batch's rows have which beginning; one object for all leaves of a batch."""
+class Level:
+    """Beginnings at one place of the rows' chains."""
 
     rows: dict[Hashable, tuple[int, ...]]
     count: int  # rows of the batch
-
-    def of_rows(self, keep: Sequence[int]) -> Groups:
-        """The rows at these indices."""
-        made = self._kept.get(kept := tuple(keep))
-        if made is None:
-            places = {row: place for place, row in enumerate(kept)}
-            rows = {key: tuple(places[row] for row in of if row in places) for key, of in self.rows.items()}
-            made = self._kept[kept] = Groups({key: of for key, of in rows.items() if of}, len(kept))
-        return made
-
-    def and_rows(self, other: Groups) -> Groups:
-        """These rows, then those of `other`."""
-        made = self._joined.get(other)
-        if made is None:
-            rows = dict(self.rows)
-            for key, of in other.rows.items():
-                rows[key] = (*rows.get(key, ()), *(self.count + row for row in of))
-            made = self._joined[other] = Groups(rows, self.count + other.count)
-        return made
-
-    @cached_property
-    def _kept(self) -> dict[tuple[int, ...], Groups]:
-        return {}  # all leaves ask for the same ones
-
-    @cached_property
-    def _joined(self) -> dict[Groups, Groups]:
-        return {}
 
     @cached_property
     def places(self) -> mx.array | None:
@@ -101,6 +82,55 @@ class Groups:
         return {}
 
 
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Which of a batch's rows have which beginnings; one object for all leaves of a batch."""
+
+    chains: tuple[Chain, ...]  # of each row
+
+    def of_rows(self, keep: Sequence[int]) -> Groups:
+        """The rows at these indices."""
+        made = self._kept.get(kept := tuple(keep))
+        if made is None:
+            made = self._kept[kept] = Groups(tuple(self.chains[row] for row in kept))
+        return made
+
+    def and_rows(self, other: Groups) -> Groups:
+        """These rows, then those of `other`."""
+        made = self._joined.get(other)
+        if made is None:
+            made = self._joined[other] = Groups(self.chains + other.chains)
+        return made
+
+    @cached_property
+    def keys(self) -> tuple[Hashable, ...]:
+        """The keys of all beginnings that any of the rows has."""
+        return tuple(dict.fromkeys(key for chain in self.chains for key in chain))
+
+    @cached_property
+    def levels(self) -> list[Level]:
+        """The first beginnings of all rows, then the second ones."""
+        levels: list[Level] = []
+        for row, chain in enumerate(self.chains):
+            levels += [Level({}, len(self.chains)) for _ in range(len(levels), len(chain))]
+            for level, key in zip(levels, chain, strict=False):
+                level.rows[key] = (*level.rows.get(key, ()), row)
+        return levels
+
+    @cached_property
+    def _kept(self) -> dict[tuple[int, ...], Groups]:
+        return {}  # all leaves ask for the same ones
+
+    @cached_property
+    def _joined(self) -> dict[Groups, Groups]:
+        return {}
+
+
+def groups_of(chains: Sequence[Parts]) -> Groups:
+    """Groups of rows that have these chains of beginnings."""
+    return Groups(tuple(tuple(key for key, _ in chain) for chain in chains))
+
+
 class SharedKVCache(RaggedKVCache):
     """Plain KV of rows of which some begin alike."""
 
@@ -117,9 +147,9 @@ class SharedKVCache(RaggedKVCache):
         sizes = keys.shape[3], values.shape[3]
         stored = RaggedKVCache.update_and_fetch(self, *self._stored(keys, values))
         own = self._readable(stored, sizes)
-        if not self.groups.rows:
+        if not self.groups.keys:
             return own
-        readable = {key: self._readable(self.beginnings[key], sizes) for key in self.groups.rows}
+        readable = {key: self._readable(self.beginnings[key], sizes) for key in self.groups.keys}
         return read_of(SharedRead(self.groups, readable, own, self.form))
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> mx.array:
@@ -127,7 +157,7 @@ class SharedKVCache(RaggedKVCache):
         if options.get("window_size") is not None:
             raise NotImplementedError("a window over positions that rows share")
         mask = super().make_mask(N, return_array, **options)
-        return mask if self.form == "keys" or not self.groups.rows else with_queries(mask, self._rotary_size)
+        return mask if self.form == "keys" or not self.groups.keys else with_queries(mask, self._rotary_size)
 
     @property
     def _rotary_size(self) -> int:
@@ -143,13 +173,30 @@ class SharedKVCache(RaggedKVCache):
     def keep_rows(self, keep: Sequence[int]) -> None:
         """Keep the beginnings of the rows at these indices."""
         self.groups = self.groups.of_rows(keep)
-        self.beginnings = {key: self.beginnings[key] for key in self.groups.rows if key in self.beginnings}
+        self.beginnings = {key: self.beginnings[key] for key in self.groups.keys if key in self.beginnings}
 
     def extend(self, other: Any) -> None:
         """Append the rows of a leaf like this one; a beginning that both have is held once."""
         super().extend(other)
         self.groups = self.groups.and_rows(other.groups)
         self.beginnings = other.beginnings | self.beginnings
+
+    def divide(self, groups: Groups, chains: Sequence[Parts]) -> None:
+        """Store beginnings in the parts that `chains` have. Each lies in one of the parts that the row had."""
+        self.groups = groups
+        for chain in chains if self.beginnings else ():
+            new: list[tuple[Hashable, int]] = []  # parts that lie at the beginning of the next one
+            for key, length in chain:
+                if key not in self.beginnings:
+                    new.append((key, length))
+                    continue
+                pair, at = self.beginnings[key], self.beginnings[key][0].shape[2] - length
+                if at:
+                    self.beginnings[key] = part_of(pair, 0, slice(at, None))
+                for before, positions in reversed(new):
+                    self.beginnings[before] = part_of(pair, 0, slice(at - positions, at))
+                    at -= positions
+                new = []
 
     def whole(self, rows: Sequence[int], starts: Sequence[int]) -> tuple[Any, Any, list[int], int]:
         """Keys and values of these rows from their first position on, [rows, H, positions, D]; where each begins.
@@ -158,18 +205,19 @@ class SharedKVCache(RaggedKVCache):
         """
         if self.keys is None:
             return None, None, list(starts), 0
-        keys = {row: key for key, of in self.groups.rows.items() for row in of}
-        lengths = [self._idx - start for start in starts]
-        before = [self.beginnings[keys[row]] if row in keys else None for row in rows]
-        lengths = [n if pair is None else n + pair[0].shape[2] for n, pair in zip(lengths, before, strict=True)]
+        before = [[self.beginnings[key] for key in self.groups.chains[row]] for row in rows]
+        lengths = [
+            self._idx - start + sum(keys.shape[2] for keys, _ in pairs)
+            for start, pairs in zip(starts, before, strict=True)
+        ]
         longest = max(lengths)
         wholes: list[mx.array] = []
         for at, own in enumerate((self.keys, self.values)):
             parts = []
-            for row, start, pair, length in zip(rows, starts, before, lengths, strict=True):
+            for row, start, pairs, length in zip(rows, starts, before, lengths, strict=True):
                 part = own[row : row + 1, :, start : self._idx]
-                if pair is not None:
-                    part = mx.concatenate([pair[at], part], axis=2)
+                if pairs:
+                    part = mx.concatenate([*(pair[at] for pair in pairs), part], axis=2)
                 parts.append(mx.pad(part, [(0, 0), (0, 0), (longest - length, 0), (0, 0)]))
             wholes.append(mx.concatenate(parts))
         return wholes[0], wholes[1], [longest - length for length in lengths], longest
@@ -243,24 +291,26 @@ class SharedRead:
         if sinks is not None:
             sinks_HN = mx.repeat(sinks.astype(mx.float32).reshape(kv_heads, each), count, axis=1)
             own, own_lse = _with_sinks(own, own_lse, sinks_HN)
-        own = _mean(own, own_lse, *self._of_beginnings(queries_BHND, rotary_BHND, own, own_lse))
+        for level in self.groups.levels:
+            other, other_lse = self._of_beginnings(level, queries_BHND, rotary_BHND, own, own_lse)
+            own, own_lse = _mean(own, own_lse, other, other_lse), mx.logaddexp(own_lse, other_lse)
         return own.astype(queries.dtype).reshape(rows, heads, count, values.shape[3])
 
     def _of_beginnings(
-        self, queries_BHND: mx.array, rotary_BHND: mx.array | None, own: mx.array, own_lse: mx.array
+        self, level: Level, queries_BHND: mx.array, rotary_BHND: mx.array | None, own: mx.array, own_lse: mx.array
     ) -> Pair:
-        """Output and log of the sum of scores of each row's part that is its beginning."""
-        groups, parts = self.groups, list[Pair]()
-        for key in groups.rows:
-            index = groups.index(key)
+        """Output and log of the sum of scores of each row's part that is its beginning of this level."""
+        parts = list[Pair]()
+        for key in level.rows:
+            index = level.index(key)
             rotary = None if rotary_BHND is None else rotary_BHND[index]
             parts += self._of(queries_BHND[index], rotary, *self.beginnings[key])
-        if groups.bare:
-            parts.append((own[: groups.bare], mx.full((groups.bare, *own_lse.shape[1:]), -mx.inf)))
-        if len(parts) == 1 and groups.places is None:
+        if level.bare:
+            parts.append((own[: level.bare], mx.full((level.bare, *own_lse.shape[1:]), -mx.inf)))
+        if len(parts) == 1 and level.places is None:
             return parts[0]
         outputs, sums = (mx.concatenate(list(each)) for each in zip(*parts, strict=True))
-        return (outputs, sums) if groups.places is None else (outputs[groups.places], sums[groups.places])
+        return (outputs, sums) if level.places is None else (outputs[level.places], sums[level.places])
 
     def _of(self, queries_RHND: mx.array, rotary_RHND: mx.array | None, keys: mx.array, values: mx.array) -> list[Pair]:
         rows, heads, count, _ = queries_RHND.shape
@@ -284,6 +334,12 @@ class SharedRead:
             return output, mx.logsumexp(scores, axis=-1)
         # The largest weight is 1 / sum(exp(score - largest score)). Exponentials are most of the time on a CPU.
         return output, mx.max(scores, axis=-1) - mx.log(mx.max(weights, axis=-1))
+
+
+def part_of(pair: Pair, row: int, positions: slice) -> Pair:
+    """A copy of some positions of a row, [1, H, positions, D], which keeps nothing else alive."""
+    keys, values = (mx.contiguous(each[row : row + 1, :, positions]) for each in pair)
+    return keys, values
 
 
 def read_of(read: SharedRead) -> tuple[SharedRead, mx.array]:

@@ -24,8 +24,11 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
     atropos_url: str = Field(default="", description="Atropos' run-api that the hosted trainer learns from")
     learn_when: str = Field(
         default="",
-        description="when the hosted trainer may train, such as idle,plugged,23:00-07:00 (all must hold); "
-        "default: always",
+        description="when training may run, such as idle,plugged,23:00-07:00 (all must hold): of the hosted trainer, "
+        "else of night school, which learns from sessions and starts with this",
+    )
+    suite: Path | None = Field(
+        default=None, description="with night school: JSON lines of your own tasks, at which no candidate may be worse"
     )
     lora_rank: int = Field(default=0, ge=0, description="rank of the hosted trainer's adapter; 0: as its settings say")
     learners: int = Field(
@@ -44,6 +47,11 @@ class ServeSettings(WorkerSettings, ApiSettings, RunnerSettings):
     def trains(self) -> bool:
         """True if the first worker hosts a trainer."""
         return self.enable_rl_training or self.mode in ("inference_and_training", "training_only")
+
+    @property
+    def has_nights(self) -> bool:
+        """True if a child process learns from sessions while `learn_when` holds."""
+        return bool(self.learn_when) and not self.trains
 
     def of(self, kind: type[S]) -> S:
         """The part of these settings that another process takes."""

@@ -337,6 +337,7 @@ ring_id = Key("parallm:train:ring", "string", "trainer", "730 d, refreshed", "a 
 training = Key("parallm:train:{*}", "hash", "trainer", "30 d", "what the trainer says of itself; counts of alerts")
 trainer_alive = Key("parallm:train:{*}:alive", "string", "trainer", "6 s", "the trainer that owns the policy")
 training_steps = Key("parallm:train:{*}:steps", "stream", "trainer", "30 d, 4,096 entries", "train steps: the curves")
+night_report = Key("parallm:train:{*}:night", "string", "trainer", "30 d", "what the last night learned, JSON")
 training_alerts = Key("parallm:train:{*}:alerts", "stream", "trainer", "30 d, 256 entries", "alerts")
 alert_channel = Name("parallm:alerts")
 # Until a checkpoint of the trainer has learned from them

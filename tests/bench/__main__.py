@@ -38,6 +38,7 @@ MEASUREMENTS = {
     "draft_model": "rows with a draft model over rows without: the model itself, and a part of it",
     "curricula": "train steps to the same held-out reward with a curriculum, over without",
     "cart_pole": "PPO holds a pole on a cart, over a ring: a worker acts, the trainer publishes versions",
+    "nights": "what corrections of a simulated user teach in nights, what is forgotten, what the gate keeps out",
     "court": "tokens that a faulty worker writes until others have found it wrong, by fault and share",
     "epochs": "a job's second epoch over the first one's prompts, with what it wrote remembered over without",
     "transfers": "a leaving worker's long row: the wait for its next token elsewhere, with KV transfer and without",

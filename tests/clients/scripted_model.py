@@ -68,7 +68,7 @@ class Script:
         self._seen: list[tuple[int, ...]] = []  # prompts with their answers
 
     def __call__(self, spec: SequenceSpec) -> Answer:
-        chat, cached = json.loads(codec().decode(spec.prompt_ids)), self._common(spec.prompt_ids)
+        chat, cached = chat_of(codec().decode(spec.prompt_ids)), self._common(spec.prompt_ids)
         text = obedient.answer(chat, spec.sampling.grammar) if self._obeys else self._answer(chat)
         print(json.dumps({"prompt": len(spec.prompt_ids), "cached": cached}), flush=True)
         answer = Answer(text, Finish("stop", cached_tokens=cached))
@@ -107,6 +107,15 @@ class Script:
         if edit is None:
             edit = first(tools, RUNNERS, f"sed -i 's/{WRONG}/{RIGHT}/' calc.py")
         return [each for each in (read, edit, run) if each is not None]
+
+
+def chat_of(prompt: str) -> dict[str, Any]:
+    """The chat that a prompt shows; a prompt of /v1/completions is what a user says."""
+    try:
+        chat = json.loads(prompt)
+    except ValueError:
+        chat = None
+    return chat if isinstance(chat, dict) else {"tools": [], "messages": [{"role": "user", "content": prompt}]}
 
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:

@@ -198,7 +198,7 @@ SMALLEST = {
     "routing": Smallest("--prompts 1 --samples 2"),
     "served": Smallest("--models tiny --streams 1 --rounds 1 --prompt 4 --tokens 32 --no-peer"),
     "shared_prompts": Smallest(
-        "--shape small --rows 2 --context 16 --job 1 16 2 20 --rounds 1 --steps 1",
+        "--shape small --rows 2 --context 16 --job 1 16 2 20 --system 2 2 64 8 4 --rounds 1 --steps 1",
         {**SHAPES, "SAMPLES": 4, "PROMPT": 256, "ANSWER": 64, "COPIES": 3},
     ),
     "group_training": Smallest("--shape small --samples 2 --prompt 16 --completion 4 --rounds 1", SHAPES),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.base import create_attention_mask
 from msgspec import structs
 
-from mlx_model.kv.kinds import copies, keep_rows, leaves, ragged, shared, take_back, whole
+from mlx_model.kv.kinds import copies, divide, keep_rows, leaves, ragged, shared, take_back, whole
 from mlx_model.kv.layout import layout_of
 from mlx_model.kv.shared import Form
 from mlx_model.loader import LoadedModel
@@ -46,18 +46,24 @@ def held(bench: Bench) -> int:
     return sum(each.nbytes for each in arrays)
 
 
+def stored(bench: Bench) -> list[int]:
+    """Positions of each beginning, in a layer that has them."""
+    leaf = next(leaf for leaf in leaves(bench.engine.batch.cache[:-1]) if hasattr(leaf, "beginnings"))
+    return sorted(keys.shape[2] for keys, _ in leaf.beginnings.values())
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHARING)
 def test_groups_and_rows_alone_share_a_batch(name: str, model_of: Model) -> None:
     bench = bench_of(model_of(name), share_prompts="always", max_rows=16)
-    prompt = prompt_of(70)
-    specs = [*group("a", prompt, 4), *group("b", prompt_of(30, 5), 3), spec("c", prompt_of(9, 3)), spec("d", [5])]
+    prompt = prompt_of(80, 1)
+    nested = group("b", [*prompt[:64], *prompt_of(30, 5)], 3)
+    specs = [*group("a", prompt, 4), *nested, spec("c", prompt_of(9, 3)), spec("d", [5])]
     bench.submit(*specs)
     bench.until(lambda: bench.engine.batch.decoding == len(specs))
-    spared = bench.engine.batch.spared
-    assert spared > 3 * len(prompt)
+    assert stored(bench) == [8, 15, 29, 64]
     bench.engine.cancel("b1")
-    late = [spec("late", prompt, group="a"), spec("other", [*prompt[:50], *prompt_of(9, 8)])]
+    late = [spec("late", prompt, group="a"), spec("other", [*prompt[:70], *prompt_of(9, 8)])]
     bench.submit(*late)
     bench.until(lambda: bool(bench.tokens("late")))
     assert bench.engine.batch.spared > len(prompt)
@@ -124,6 +130,28 @@ def test_more_rows_fit_the_memory(llama: LoadedModel) -> None:
         bench.run()
         check_like_cold(llama, bench, *specs)
     assert rows == {"off": 4, "auto": 16}
+
+
+def test_a_system_prompt_that_groups_share_is_stored_and_counted_once(llama: LoadedModel) -> None:
+    """6 groups of 4 with 256 + 33 ids in common and 31 of their own, and two rows alone, where few prompts fit."""
+    token, system = llama.card.kv_bytes_per_token, prompt_of(289)
+    loaded = replace(llama, kv_limit_bytes=(256 + 8 * 64 + 319 + 26 * 41 + 8) * token)
+    specs = [each for n in range(6) for each in group(f"g{n}", [*system, *prompt_of(31, 1 + n)], 4, max_tokens=40)]
+    specs += [spec(f"s{n}", [*system, *prompt_of(31, 9 + n)], max_tokens=40) for n in range(2)]
+    specs = [structs.replace(each, sequence_class="batch") for each in specs]
+    bench = bench_of(loaded, max_rows=64)
+    bench.submit(*specs)
+    most = 0
+    while bench.engine.busy:
+        bench.turn()
+        stats, batch = bench.engine.stats(), bench.engine.batch
+        assert stats.kv_bytes <= loaded.kv_limit_bytes
+        if batch.decoding == len(specs):
+            most = held(bench)
+            assert stats.kv_bytes == (256 + 8 * 63 + 319 + 26 * 41) * token
+            assert stats.kv_spared_bytes == (26 * 319 - 256 - 8 * 63) * token
+    assert 0 < most <= (256 + 8 * 63 + 26 * 256) * token  # arrays grow by 256 positions
+    check_like_cold(llama, bench, *specs)
 
 
 def test_prompts_come_one_by_one_where_copies_do_not_fit(llama: LoadedModel) -> None:
@@ -196,11 +224,14 @@ def test_a_batch_takes_the_form_that_pays_and_leaves_it(llama: LoadedModel, monk
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
 def test_drafts_are_checked_behind_a_beginning(name: str, llama: LoadedModel, model_of: Model) -> None:
     loaded = llama if name == "llama" else model_of(name)
-    plain = Bench(loaded)
-    rows = predicted(plain, *group("a", prompt_of(40), 4, max_tokens=30))
+    plain, prompt = Bench(loaded), prompt_of(70)
+    groups = [*group("a", prompt, 2, max_tokens=30), *group("b", [*prompt[:64], *prompt_of(9, 1)], 2, max_tokens=30)]
+    rows = predicted(plain, *groups)
     rows[1] = half_right(rows[1])
     bench = Bench(loaded, share_prompts="always", speculation=ALWAYS)
     bench.submit(*rows)
+    bench.until(lambda: bench.engine.batch.decoding == len(rows))
+    assert stored(bench) == [5, 8, 64]
     bench.run()
     assert bench.engine.stats().speculation.accepted > 30
     assert [bench.tokens(each.id) for each in rows] == [plain.tokens(each.id) for each in rows]
@@ -214,7 +245,9 @@ def half_right(each: SequenceSpec) -> SequenceSpec:
 
 def test_an_answer_behind_a_shared_prompt_is_found_again(llama: LoadedModel) -> None:
     bench, prompt = bench_of(llama, share_prompts="always"), prompt_of(70)
-    bench.submit(*group("a", prompt, 3, max_tokens=40))
+    bench.submit(*group("a", prompt, 3, max_tokens=40), *group("b", [*prompt[:64], 7, 8], 2, max_tokens=40))
+    bench.until(lambda: bench.engine.batch.decoding == 5)
+    assert stored(bench) == [1, 5, 64]
     bench.run()
     second = spec("second", [*prompt, *bench.tokens("a1"), *prompt_of(5, 1)])
     bench.submit(second)
@@ -224,11 +257,17 @@ def test_an_answer_behind_a_shared_prompt_is_found_again(llama: LoadedModel) -> 
 
 
 def test_equal_prompts_of_other_versions_share_nothing(llama: LoadedModel, tmp_path: Path) -> None:
-    """Of `a@1`, `b@1` and the base, and of rows of `a` from before and after a hot load."""
+    """And begin alike with none: of `a@1`, `b@1` and the base, and of `a` from before and after a hot load."""
     with AdapterBench(llama, make_versions(llama, tmp_path), share_prompts="always", max_rows=16) as bench:
-        prompt = prompt_of(40)
+        prompt = prompt_of(70)
         rows = [
-            row(f"s{at}", prompt, of, max_tokens=40, adapter_policy="follow" if of == "a" else "pin")
+            row(
+                f"s{at}",
+                [*prompt, *[at] * (at // 3)],
+                of,
+                max_tokens=40,
+                adapter_policy="follow" if of == "a" else "pin",
+            )
             for at, of in enumerate(["", "a", "b@1", "a", "b@1", ""])
         ]
         bench.run_amid_a_hot_load(rows)
@@ -283,7 +322,9 @@ STEP = st.one_of(
     st.tuples(st.just("leave"), st.integers(1, 6)),
     st.tuples(st.just("take back"), st.lists(st.integers(0, 2), min_size=12, max_size=12)),
     st.tuples(st.just("change"), st.none()),
+    st.tuples(st.just("divide"), st.none()),
 )
+ROOT = 2  # positions that all groups begin with
 
 
 class Both:
@@ -298,6 +339,8 @@ class Both:
         self.padding: dict[str, list[int]] = {}
         self.slack: dict[str, list[int]] = {}
         self.groups = 0
+        self.chains: list[list[tuple[Any, int]]] = []  # of each row
+        self.root = self.states(1, ROOT)
 
     def states(self, rows: int, count: int) -> mx.array:
         return self.loaded.model.model.embed_tokens(mx.random.randint(0, VOCAB, (rows, count)))  # type: ignore[no-any-return]
@@ -305,14 +348,15 @@ class Both:
     def join(self, rows: int, length: int) -> None:
         one = self.loaded.kv.new(self.loaded.model)[-1]
         if length:
-            states = self.states(1, length)
+            states = mx.concatenate([self.root, self.states(1, length)], axis=1)
             self.attention(states, create_attention_mask(states, one, return_array=True), one)
         self.groups += 1
         for form in ("copied", "shared"):
             caches, padding = ragged(copies([one], rows)), [0] * rows
             if form == "shared":
-                beginnings = [(self.groups, length) if length else None] * rows
-                caches, padding = shared(caches, beginnings, padding, self.form)
+                chains = [[("root", ROOT), (self.groups, length)] if length else []] * rows
+                caches, padding = shared(caches, chains, padding, self.form)
+                self.chains += chains
             if form not in self.caches:
                 self.caches[form], self.padding[form], self.slack[form] = caches, padding, [0] * rows
                 continue
@@ -329,6 +373,7 @@ class Both:
         keep = [row for row in range(rows) if (row + bits) % 3]
         if not keep:
             return
+        self.chains = [self.chains[row] for row in keep]
         for form, caches in self.caches.items():
             self.padding[form] = keep_rows(caches, keep, self.padding[form])
             self.slack[form] = [self.slack[form][row] for row in keep]
@@ -341,8 +386,19 @@ class Both:
     def change(self) -> None:
         """To copies and back, with each row's first position as its beginning."""
         caches, padding = whole(self.caches["shared"], range(len(self.padding["shared"])), self.padding["shared"])
-        firsts = [(("row", row), 1) for row in range(len(padding))]
-        self.caches["shared"], self.padding["shared"] = shared(caches, firsts, padding, self.form)
+        self.groups += 1
+        self.chains = [[((self.groups, row), 1)] for row in range(len(padding))]
+        self.caches["shared"], self.padding["shared"] = shared(caches, self.chains, padding, self.form)
+
+    def divide(self) -> None:
+        """The last beginning of each row, after its first and after its second position."""
+        self.groups += 1
+        for at, chain in enumerate(self.chains):
+            key, length = chain[-1] if chain else ("", 0)
+            if length > 2:
+                parts = [((self.groups, key, part), 1) for part in range(2)]
+                self.chains[at] = [*chain[:-1], *parts, (key, length - 2)]
+        divide(self.caches["shared"], self.chains)
 
     def _end_apart(self, form: str) -> None:
         slack = self.slack[form]
@@ -380,6 +436,8 @@ def test_a_leaf_with_beginnings_reads_what_one_of_copies_reads(
             both.leave(how)
         elif what == "take back":
             both.take_back(how)
+        elif what == "divide":
+            both.divide()
         else:
             both.change()
         both.check()

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from shared.adapters import GateCheck
 from shared.frames import VersionSpan
+from shared.night import Compared, NightReport
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.files.batch_store import BatchError, BatchSpec, BatchStore, new_batch_id
@@ -139,12 +140,27 @@ async def filled(server: Api, redis: Redis) -> list[str]:
     )
     await board.add(TrainingPoint(train_step=0, policy_step=1, version=1, at_ms=1, reward=0.5, held_out_true=0.25))
     await board.alert("gate_failed", HOSTILE)
+    await board.put_night(
+        NightReport(
+            policy="policy", run=HOSTILE, began_ms=1, ended_ms=2, outcome="proposed", why=HOSTILE, began_with=1,
+            version=9, signals={HOSTILE: 1}, suite_before=0.5, suite_after=0.25, interruptions={HOSTILE: 2},
+            checks=(GateCheck("suite", False, HOSTILE),), samples=(Compared(HOSTILE, HOSTILE, HOSTILE, 1.0, 0.0),),
+        )
+    )  # fmt: skip
     letter = {"id": HOSTILE, "reason": HOSTILE, "worker": "w", "attempt": "3"}
     await redis.xadd(keys.dead_letters(MODEL), letter)
     await redis.expire(keys.dead_letters(MODEL), 60)
     batch, files = await failed_batch(redis)
     shown = ["", "/jobs", f"/jobs/{job}", f"/jobs/{job}/samples/0", "/batches", f"/batches/{batch}"]
-    return [*shown, *(f"/files/{each}" for each in files), "/adapters", "/adapters/policy", "/training", "/deadletters"]
+    return [
+        *shown,
+        *(f"/files/{each}" for each in files),
+        "/adapters",
+        "/adapters/policy",
+        "/training",
+        "/nights",
+        "/deadletters",
+    ]
 
 
 async def events(server: Api, path: str, until: str, **arguments: Any) -> dict[str, str]:

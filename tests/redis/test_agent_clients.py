@@ -215,9 +215,53 @@ async def test_a_chat_may_have_to_call_a_tool_that_takes_any_text(server: Api, w
     missing = {**body, "tool_choice": {"type": "custom", "custom": {"name": "other"}}}
     refused = await server.post("/v1/chat/completions", missing)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
-    for hosted in ({"tools": [{"type": "web_search"}]}, {"tools": CHAT_TOOLS, "tool_choice": {"type": "web_search"}}):
-        refused = await server.post("/v1/chat/completions", {**body, "tool_choice": "auto", **hosted})
-        assert refused.status_code == 400 and "type 'web_search' is not supported" in refused.text
+
+
+HOSTED, NAMED = {"type": "web_search", "name": "search"}, {"type": "function", "function": {"name": "list_files"}}
+SAID = {"messages": [{"role": "user", "content": "list"}]}
+BROUGHT = {"role": "tool", "tool_call_id": "c", "content": "text"}
+PROTOCOLS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[Any]]] = {  # path, body, an own tool, choices
+    "chats": (
+        "/v1/chat/completions", SAID, NAMED,
+        [
+            "required", {"type": "function", "function": {"name": "search"}}, {"type": "web_search"},
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [HOSTED]}},
+        ],
+    ),
+    "responses": (
+        "/v1/responses", {"input": "list"}, {"type": "function", "name": "list_files"},
+        [
+            "required", {"type": "function", "name": "search"}, {"type": "web_search"},
+            {"type": "allowed_tools", "mode": "required", "tools": [HOSTED]},
+        ],
+    ),
+    "messages": (
+        "/v1/messages", {**SAID, "max_tokens": 99}, {"name": "list_files", "input_schema": {"type": "object"}},
+        [{"type": "any"}, {"type": "tool", "name": "search"}],
+    ),
+    "ollama": ("/api/chat", {**SAID, "model": MODEL, "stream": False}, NAMED, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_a_tool_of_a_type_that_is_not_served_is_named_and_a_choice_of_it_refused(
+    server: Api, worker: ScriptedWorker, protocol: str
+) -> None:
+    path, body, own, choices = PROTOCOLS[protocol]
+    kinds = ("web_search", "shell", "local_shell", "mcp", "image_generation", "tool_search", "anything")
+    for tools in ([HOSTED], [own, HOSTED], [own, *({**HOSTED, "type": kind} for kind in kinds)]):
+        answer = await server.post(path, {**body, "tools": tools})
+        assert answer.status_code == 200
+        named = answer.headers["x-parallm-unused-parameters"].split(", ")
+        assert {f"tools.{tool['type']}" for tool in tools if tool is not own} <= set(named)
+        assert "search" not in prompt(worker)
+    for choice in choices:
+        refused = await server.post(path, {**body, "tools": [HOSTED], "tool_choice": choice})
+        assert refused.status_code == 400
+        assert "tool_choice" in refused.text and "web_search" in refused.text
+    if choices:  # one that the model can meet
+        forced = await server.post(path, {**body, "tools": [own, HOSTED], "tool_choice": choices[0]})
+        assert forced.status_code == 200 and "list_files" in worker.specs[-1].sampling.grammar
 
 
 async def test_an_image_that_a_tool_brings_to_a_model_that_sees_none_is_named(
@@ -250,6 +294,43 @@ async def test_an_image_in_a_tool_s_result_is_named_in_messages_too(server: Api,
     assert counted.json()["input_tokens"] == answer.json()["usage"]["input_tokens"]
     refused = await server.post("/v1/messages", {**body, "messages": [{"role": "user", "content": [image]}]})
     assert refused.status_code == 400, "what the user shows is asked about"
+
+
+async def test_an_image_in_a_tool_s_result_is_named_in_chats_too(server: Api, worker: ScriptedWorker) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0K"}}
+    result = {**BROUGHT, "content": [{"type": "text", "text": "a.png:"}, image]}
+    turns = [*SAID["messages"], calling(), result]
+    answer = await server.post("/v1/chat/completions", {"messages": turns})
+    assert answer.status_code == 200 and answer.headers[UNUSED_HEADER] == "messages.tool.image"
+    assert "a.png:[an image, which you cannot see]" in prompt(worker)
+
+
+def calling(arguments: str = "{}") -> dict[str, Any]:
+    """A turn that calls a function."""
+    call = {"id": "c", "type": "function", "function": {"name": "read_file", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+STOPPED: dict[str, list[dict[str, Any]]] = {  # what agents send back of an answer that was stopped, and of odd tools
+    "before its first word": [{"role": "assistant", "content": None, "tool_calls": None}],
+    "without a word": [{"role": "assistant"}],
+    "in the middle of a call": [calling("{")],
+    "before the call's result": [calling()],
+    "a tool without a result": [calling(), {**BROUGHT, "content": None}],
+    "a result without a call": [BROUGHT],
+    "two results": [calling(), BROUGHT, BROUGHT],
+    "arguments in arguments": [calling("[" * 9999)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("turns", STOPPED.values(), ids=STOPPED)
+async def test_a_session_goes_on_after_an_answer_that_was_stopped(
+    server: Api, worker: ScriptedWorker, turns: list[dict[str, Any]]
+) -> None:
+    user = {"role": "user", "content": "go on"}
+    answer = await server.post("/v1/chat/completions", {"messages": [*SAID["messages"], *turns, user]})
+    assert answer.status_code == 200, answer.text
+    assert "go on" in prompt(worker)
 
 
 async def test_references_stand_for_items_that_are_stored(client: AsyncOpenAI, worker: ScriptedWorker) -> None:

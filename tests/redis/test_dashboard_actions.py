@@ -15,11 +15,13 @@ from redis.asyncio import Redis
 from api.http.api_keys import line_of, new_key
 from api.ops.dashboard.samples import SHOWN
 from shared.frames import VersionSpan
+from shared.redis.adapters.store import AdapterStore
 from shared.redis.files.batch_store import BatchSpec, BatchStore, new_batch_id
 from shared.redis.files.file_store import FileStore
 from shared.redis.kept.answer_store import Verdict, answers_of
 from shared.trajectories import LiveTrajectory, Trajectory
 from tests.e2e.rings import Process
+from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.dashboard_pages import HOSTILE, SAME, Checked, dashboard, events, failed_batch, filled, finished_job
 from tests.redis.scripted_worker import MODEL
@@ -46,6 +48,11 @@ async def test_actions_do_what_they_say(server: Api, redis: Redis) -> None:
     rolled = await server.http.post("/dashboard/adapters/policy/rollback", data={"version": "1"}, headers=SAME)
     assert (rolled.status_code, rolled.headers["location"]) == (303, "/dashboard/adapters/policy")
     assert (await server.http.get("/v1/adapters/policy")).json()["latest"] == 1
+    candidate = await publish(AdapterStore(redis), seed=4, set_latest=False)
+    promote, data = "/dashboard/adapters/policy/promote", {"version": str(candidate.version)}
+    assert (await server.http.post(promote, data=data, headers={"Sec-Fetch-Site": "cross-site"})).status_code == 403
+    assert (await server.http.post(promote, data=data, headers=htmx)).status_code == 200
+    assert (await server.http.get("/v1/adapters/policy")).json()["latest"] == candidate.version
     refused = await server.http.post("/dashboard/adapters/policy/rollback", data={"version": "3"}, headers=htmx)
     assert (refused.status_code, "did not pass its gate" in refused.text) == (409, True)
     letter = (await server.http.get("/v1/deadletters")).json()["data"][0]["id"]

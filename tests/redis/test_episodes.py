@@ -234,12 +234,20 @@ async def test_an_agent_reports_tests_and_a_user_an_edit(keeping: Api, redis: Re
 async def test_nobody_judges_what_follows_answers_to_a_key_that_does_not_say_so(
     redis_url: str, redis: Redis, tmp_path: Path
 ) -> None:
-    file, said = key_file(tmp_path, alice={"tenant": "acme"}, bob={"tenant": "bobs", "learn": "yes"})
+    carols = {"tenant": "carols", "learn": "user"}  # of whose users one agrees
+    file, said = key_file(tmp_path, alice={"tenant": "acme"}, bob={"tenant": "bobs", "learn": "yes"}, carol=carols)
     async with working(redis_url, script), api(redis_url, feedback_ttl_days=1, api_key_file=file) as server:
         for who in said:
             for body in (chat("a"), chat("a", "reply 1", "b")):
-                await server.post("/v1/chat/completions", body, headers={**said[who], "x-session-id": "s"})
-        await collected(redis_url, 4)
-        for who, signals in (("alice", 0), ("bob", 1)):
+                headers = {**said[who], "x-session-id": "s"}
+                await server.post("/v1/chat/completions", body, headers={**headers, "x-parallm-learn": "no"})
+                if who == "carol":
+                    await server.post("/v1/chat/completions", body, headers=headers)
+                    headers["x-parallm-learn"] = "yes"
+                await server.post("/v1/chat/completions", body, headers=headers)
+        refused = await server.post("/v1/chat/completions", chat("a"), headers={**said["bob"], "x-parallm-learn": "ja"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-parallm-learn")
+        await collected(redis_url, 6)
+        for who, signals in (("alice", 0), ("bob", 1), ("carol", 1)):
             turns = (await server.http.get("/v1/sessions/s", headers=said[who])).json()["turns"]
-            assert len(turns[0]["signals"]) == signals
+            assert (len(turns), len(turns[0]["signals"])) == (2, signals)

@@ -10,6 +10,7 @@ from api.anthropic.blocks import BlockWriter
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.turns import ChatWriter, places_of_images, without_telemetry
 from api.http.errors import from_validation
+from api.openai.tools import served, unserved
 from shared.errors import InvalidRequestError
 from shared.text.languages.pieces import CallPart, ReplyPiece
 
@@ -187,7 +188,7 @@ def test_a_deferred_tool_is_told_of_where_a_search_has_found_it() -> None:
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
 DOCUMENT = {"type": "document", "source": IMAGE["source"]}
-RESULT = {"type": "tool_result", "tool_use_id": "x", "content": [DOCUMENT]}
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "sound"}]}
 TOOL = {"name": "f", "input_schema": {}}
 MEDIA, URL = "messages[0].content[0].source.media_type", "messages[0].content[0].source.url"
 
@@ -203,7 +204,8 @@ def no_image(**fields: Any) -> dict[str, Any]:
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [DOCUMENT]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [DOCUMENT]}]}, "messages[0].content[0].source"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [DOCUMENT]}]}, "messages[1].content[0]"),
         ({"messages": [*HELLO, {"role": "assistant", "content": [IMAGE]}]}, "messages[1].content[0]"),
         ({"messages": [{"role": "user", "content": [no_image(type="text")]}]}, "messages[0].content[0].source.type"),
         ({"messages": [{"role": "user", "content": [no_image(data=None)]}]}, "messages[0].content[0].source.data"),
@@ -218,7 +220,6 @@ def no_image(**fields: Any) -> dict[str, Any]:
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"output_config": {"task_budget": {"total": 1}}}, "output_config.task_budget"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
         ({"container": "c"}, "container"),
         ({"speed": "fast"}, "speed"),
         ({"service_tier": "priority"}, "service_tier"),
@@ -321,15 +322,41 @@ def test_images_stand_where_they_were_and_those_of_results_behind_them() -> None
     assert len(where) == 5
 
 
+def test_documents_are_text_and_one_that_a_tool_has_brought_is_named_where_it_is_not() -> None:
+    plain = {"type": "document", "title": "notes", "source": {"type": "text", "media_type": "text/plain", "data": "a"}}
+    parts = {"type": "document", "source": {"type": "content", "content": text("b", "c")}}
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+    words = "[a document, which you cannot read]"
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [parts, pdf]}
+    asked = request(
+        messages=[
+            {"role": "user", "content": [plain]},
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [result, pdf]},
+        ]
+    )
+    said, _, brought, last = asked.chat("").model_dump()["messages"]
+    assert said["content"] == "notes\na" and brought["content"] == f"b\nc\n{words}" and last["content"] == words
+    assert asked.unused("", bounded=False) == ["messages.document"]
+
+
+def test_what_other_servers_tools_did_and_edits_of_the_context_are_left_out_and_named() -> None:
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+    turns = [*HELLO, {"role": "assistant", "content": [search, found, *text("So it is.")]}, *HELLO]
+    asked = request(messages=turns, context_management={"edits": [{"type": "clear_tool_uses_20250919"}]})
+    assert [each.content for each in asked.chat("").messages] == ["hi", "So it is.", "hi"]
+    left_out = ["messages.server_tool_use", "messages.web_search_tool_result"]
+    assert asked.unused("", bounded=False) == [*left_out, "context_management.clear_tool_uses_20250919"]
+
+
 def test_tools_that_are_not_there_are_left_out_and_named() -> None:
     turns = [{"role": "user", "content": "hi"}]
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
-    choice = {"type": "tool", "name": "web_search"}
     asked = MessagesRequest.model_validate(
-        {"messages": turns, "max_tokens": 9, "tools": [search, TOOL], "tool_choice": choice, "mcp_servers": [{}]}
+        {"messages": turns, "max_tokens": 9, "tools": [search, TOOL], "mcp_servers": [{}]}
     )
     chat = asked.chat("")
-    assert [tool.function.name for tool in chat.tools or ()] == [TOOL["name"]] and chat.tool_choice is None
-    assert asked.unused("", bounded=False) == ["tools.web_search_20250305", "tool_choice", "mcp_servers"]
-    forced = {"messages": turns, "max_tokens": 9, "tools": [search], "tool_choice": {"type": "any"}}
-    assert MessagesRequest.model_validate(forced).chat("").tool_choice is None
+    assert [tool.function.name for tool in served(chat.tools)] == [TOOL["name"]]
+    assert [tool.type for tool in unserved(chat.tools)] == ["web_search_20250305"]
+    assert asked.unused("", bounded=False) == ["mcp_servers"]

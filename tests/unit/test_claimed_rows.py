@@ -1,11 +1,15 @@
 """The table of what a worker has claimed."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from shared.frames import TokenEvent
 from shared.process.settings import load
 from shared.process.worker_settings import WorkerSettings
 from shared.sequences import Claim, ModelCard, SamplingParams, SequenceClass, SequenceSpec
 from worker.claim_plan import claim_plan
-from worker.engine.scheduler import Limits, Reserved, RowTokens
+from worker.engine.reserved import Reserved, RowTokens, StoredPrompts
+from worker.engine.scheduler import Limits
 from worker.rows import ClaimedRow, ClaimedRows
 
 SPEC = SequenceSpec("s", "m", (1,), SamplingParams(8, 0))
@@ -82,6 +86,24 @@ def test_one_prompt_of_each_class_may_be_a_copy_on_its_way() -> None:
             reserved.add(RowTokens.of(spec))
         free.append(320 - reserved.bytes // 8)
     assert free == [320 - (3 * 49 + 6 * 11), 320 - (4 * 49 + 6 * 11)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 70), st.booleans()), max_size=12))
+def test_what_prompts_begin_with_is_stored_once(drawn: list[tuple[int, int, int, bool]]) -> None:
+    """In parts of 64, and only for those that others may have, however rows come and leave."""
+    stored, rows = StoredPrompts(), list[RowTokens]()
+    for number, (first, second, rest, cache) in enumerate(drawn):
+        ids = [first] * 64 + [second] * 64 + [number] * rest + [0]
+        row = RowTokens.of(SequenceSpec(f"s{number}", "m", tuple(ids), SamplingParams(10, 0), cache=cache))
+        after = stored.positions + stored.more(row)
+        stored.add(row)
+        assert stored.positions == after
+        rows.append(row)
+        if rest % 3 == 0:
+            stored.remove(rows.pop(0))
+    parts = {(row.owner, *row.ids[:end]) for row in rows for end in range(64, row.shared + 1, 64)}
+    assert stored.positions == 64 * len(parts) + sum(row.shared % 64 for row in rows)
+    assert stored.are_alike() == (2 * stored.positions <= sum(row.shared for row in rows))
 
 
 def test_a_prompt_that_rows_share_counts_once() -> None:

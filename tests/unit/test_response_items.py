@@ -9,6 +9,7 @@ import pytest
 from api.generation.free_text import arguments_of, input_of
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.items import ItemWriter, sealed, unsealed
+from api.openai.tools import served, unserved
 from shared.errors import InvalidRequestError
 from shared.text.languages.pieces import CallPart, ReplyPiece
 from tests.unit.refusals import refusal
@@ -49,8 +50,8 @@ def result(text: str) -> dict[str, Any]:
 
 def test_tools_of_namespaces_and_custom_tools_are_functions_to_the_model() -> None:
     chat = asked(tools=[CLOSE, AGENTS, APPLY, SEARCH], tool_choice={"type": "custom", "name": "apply_patch"}).chat()
-    assert chat.tools is not None
-    close, agent, patch = (tool.function for tool in chat.tools)
+    close, agent, patch = (tool.function for tool in served(chat.tools))
+    assert [tool.type for tool in unserved(chat.tools)] == [SEARCH["type"]]
     assert (close.name, close.description) == ("close_agent", "Close it.")
     assert (agent.name, agent.description) == ("agents_v1__close_agent", "Sub-agents.\n\nClose it.")
     assert patch.description == 'Edit files.\n\nIts input follows this lark grammar:\nstart: "(" start ")" |'
@@ -137,22 +138,9 @@ def test_a_call_of_an_mcp_server_is_shown_with_what_it_brought() -> None:
     assert messages({**call, "error": "away"})[1] == result('Error: "away"')
 
 
-def test_a_call_of_tools_that_no_server_but_their_makers_has_cannot_be_forced() -> None:
-    tools = [SEARCH, {"type": "shell", "environment": {"type": "local"}}]
-    with pytest.raises(InvalidRequestError, match=r"none of the tools \(shell, web_search\): leave 'tool_choice' out"):
-        asked(tools=tools, tool_choice="required").chat()
-    assert asked(tools=[*tools, CLOSE], tool_choice="required").chat().tool_choice == "required"
-
-
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"tools": [SEARCH, {"type": "image_generation"}]}, ["tools.image_generation", "tools.web_search"]),
-        ({"tools": [{"type": "tool_search", "execution": "client", "parameters": {}}]}, ["tools.tool_search"]),
-        (
-            {"tools": [{"type": kind} for kind in ("mcp", "local_shell", "anything")]},
-            ["tools.anything", "tools.local_shell", "tools.mcp"],
-        ),
         ({"tools": [APPLY]}, ["tools.format"]),
         ({"tools": [{**APPLY, "format": REGEX}]}, []),
         ({"tools": [{**CLOSE, "defer_loading": True}]}, ["tools.defer_loading"]),

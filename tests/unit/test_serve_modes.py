@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
-from api.serve.main import LEARNERS, TRAINER, check_modes, worker_spec
+from api.serve.main import LEARNERS, TRAINER, check_modes, night_spec, worker_spec
 from shared.errors import SetupError
 from shared.process.serve_settings import ServeSettings
 
@@ -28,6 +29,10 @@ def settings(**changes: Any) -> ServeSettings:
         ({"training_share": 0.5}, "--training-share is for a hosted trainer"),
         ({"training_pause_ms": 5}, "--training-pause-ms is for a hosted trainer"),
         ({"end_with_guest": True}, "--end-with-guest is for a hosted trainer"),
+        ({"suite": Path("s.jsonl")}, "add --learn-when"),
+        ({"learn_when": "idle", "uds": Path("a.sock")}, "over a port"),
+        ({"learn_when": "idle", "suite": Path("/no/such.jsonl")}, "/no/such.jsonl: no such file"),
+        ({"learn_when": "idle", "host": "192.168.0.7"}, "--host 0.0.0.0"),
         ({"mode": "training_only", "guest": "a:B"}, "--guest a:B: the first worker's guest is the trainer"),
     ],
 )
@@ -73,3 +78,18 @@ def test_a_hosted_run_lies_with_its_ring_unless_somebody_says_where(tmp_path: Pa
     made.train_config = tmp_path / "run.yaml"
     made.train_config.write_text("run_dir: elsewhere")
     assert "PARALLM_RUN_DIR" not in worker_spec(made, 0).environment
+
+
+def test_learn_when_starts_night_school_with_answers_stored_and_never_over_tenants() -> None:
+    made = settings(learn_when="idle,23:00-07:00", host="0.0.0.0", lora_rank=4, redis="redis://:pa%2Fss@localhost:1")
+    made.model_fields_set.discard("feedback_ttl_days")
+    check_modes(made)
+    assert made.feedback_ttl_days == 14
+    child = night_spec(made, 8000, "plm-own")
+    assert (child.module, child.environment["PARALLM_CONNECT_TO"]) == ("trainer.night", "127.0.0.1:8000")
+    assert child.environment["PARALLM_CONNECT_KEY"] == "plm-own"
+    assert child.environment["PARALLM_REDIS_PASSWORD"] == "pa/ss"
+    assert child.environment["PARALLM_LORA_RANK"] == "4"
+    apart = settings(learn_when="idle", api_key=SecretStr("a-key-of-tenant-a tenant=a"))
+    with pytest.raises(SetupError, match="each tenant's own"):
+        check_modes(apart)

@@ -288,10 +288,7 @@ def _branches(caches: list[Any], x: BatchArrays, form: Form | None) -> list[Any]
     spared = max((leaf.nbytes for leaf in leaves(caches) if _is_whole(leaf)), default=0) * (
         len(prompts) / len(starts) - 1
     )
-    rows = dict[Hashable, tuple[int, ...]]()
-    for row, prompt in enumerate(prompts):
-        rows[prompt] = (*rows.get(prompt, ()), row)
-    groups = Groups(rows, len(prompts))
+    groups = Groups(tuple((prompt,) for prompt in prompts))
     is_read_in_place = form is not None and x.seen is None and spared >= LEAST_SPARED
 
     def branch(leaf: Any) -> Any:
@@ -390,7 +387,7 @@ class PromptKeys:
         keys, values = self.keys, self.values
         places = [(slice(at, at + 1), slice(None), slice(start, None)) for at, start in enumerate(starts)]
         prompts: dict[Hashable, Pair] = {
-            at: (keys[of], values[of]) for at, of in enumerate(places) if at in groups.rows
+            at: (keys[of], values[of]) for at, of in enumerate(places) if at in groups.keys
         }
         return Continued(groups, prompts, form)
 
@@ -409,8 +406,7 @@ class Continued:
 
     def __init__(self, groups: Groups, prompts: dict[Hashable, Pair], form: Form) -> None:
         self._groups, self._prompts, self._form = groups, prompts, form
-        lengths = {row: prompts[key][0].shape[2] for key, rows in groups.rows.items() for row in rows}
-        self.offset = mx.array([lengths[row] for row in range(groups.count)])
+        self.offset = mx.array([prompts[prompt][0].shape[2] for (prompt,) in groups.chains])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[SharedRead, mx.array]:
         """The rows' keys and values, in the form that attention reads with the prompts'."""

@@ -243,6 +243,27 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
         default="",
         description="adapter to begin with: NAME@VERSION, or a folder (with a '/'); default: the base",
     )
+    candidate: bool = Field(
+        default=False,
+        description="modes sft, dpo, distill: versions that pass the gate stay candidates; requests get one only once "
+        "it is promoted, or by its number",
+    )
+    suite: Path | None = Field(
+        default=None,
+        description="mode distill: JSON lines of tasks of your own, scored by the reward; a version that earns less on "
+        "them than what the run began with is rejected",
+    )
+    rehearsal: Path | None = Field(
+        default=None,
+        description="mode distill, dataset sessions:POLICY: JSON lines of prompts; the teacher's own replies to them "
+        "are learned, too, so that they stay as they are",
+    )
+    min_lessons: int = Field(
+        default=2, ge=2, description="mode distill, dataset sessions:POLICY: with fewer lessons the run does not begin"
+    )
+    lessons_since_ms: int = Field(
+        default=0, ge=0, description="mode distill, dataset sessions:POLICY: leave out older turns; Unix milliseconds"
+    )
 
     def value_options(self, loss: LossName, learning_rate: float, scale: AdvantageScale) -> ValueOptions | None:
         """Options of the value head that `--loss ppo` trains, None for other losses; `learning_rate` is the
@@ -277,6 +298,7 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
         `shared`: the settings of all processes.
         """
         own = {*_OF_MODES[self.mode], *(_OF_PPO_LOSS if self.mode == "rl" and loss == "ppo" else ())}
+        own |= _OF_SUITE if self.mode == "distill" else set()
         for name in sorted(self._changed()):
             mode = next((mode for mode, names in _OF_MODES.items() if name in names), "")
             if mode and name not in own and self.mode == "rl":
@@ -294,6 +316,10 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
         self._check_feedback(feedback_policy(dataset), connect_to)
         if (policy := sessions_policy(dataset)) is not None:
             self._check_asked(f"--dataset {SESSIONS}{policy}", policy, "distill", connect_to)
+        elif asked := {"rehearsal", "min_lessons", "lessons_since_ms"} & self._changed():
+            raise SetupError(f"--{min(asked).replace('_', '-')} goes with --dataset {SESSIONS}POLICY")
+        if self.suite is not None and "/" in self.start_from:
+            raise SetupError("--suite compares versions that the ring serves: --start-from NAME@VERSION, not a folder")
         try:
             check_heads({self.head or REWARD: HeadSpec("scalar")})
         except ValueError as error:
@@ -350,11 +376,13 @@ _TUNING = {"chat_template_kwargs", "start_from"}
 _OF_MODES: Mapping[TrainMode, Collection[str]] = {  # what few modes have a use for
     "rl": _TUNING | {"update_epochs", "teacher", "teacher_coefficient", "reward_coefficient"},
     "reward": {*HeadSettings.model_fields, "start_from"},
-    "dpo": _TUNING | {"dpo_beta", "feedback_max_age_days"},
-    "sft": _TUNING,
-    "distill": _TUNING | {"teacher", "teacher_top_k"},
+    "dpo": _TUNING | {"dpo_beta", "feedback_max_age_days", "candidate"},
+    "sft": _TUNING | {"candidate"},
+    "distill": _TUNING
+    | {"teacher", "teacher_top_k", "candidate", "suite", "rehearsal", "min_lessons", "lessons_since_ms"},
     "ppo": PpoSettings.model_fields.keys(),
 }
+_OF_SUITE = {"reward", "reward_options", "max_tokens", "max_base_kl", "own_code_timeout_s", "own_code_processes"}
 _OF_PPO_LOSS = {
     "head_hidden", "head_only", "head_learning_rate", "discount", "gae_lambda", "value_coefficient", "value_clip",
 }  # fmt: skip

@@ -27,7 +27,7 @@ from trainer.learn.logprobs import (
     to_arrays,
 )
 from trainer.learn.losses import answer_logps, cross_entropy, margins, preference_loss
-from trainer.learn.measures import measure_parity, weights_in
+from trainer.learn.measures import measure_parity, measure_probe_kl, weights_in
 from trainer.learn.options import AdapterShape
 from trainer.learn.peers import Peers
 from trainer.learners.calls import exposed
@@ -72,6 +72,12 @@ class RowLearner(DataLearner[T]):
     def parity(self, trajectories: Sequence[Trajectory]) -> Work[float]:
         """Mean difference to a worker's log-probabilities of what it has sampled."""
         return measure_parity(self.policy, trajectories)
+
+    @exposed
+    def base_kl(self, texts: Sequence[Sequence[int]]) -> Work[float]:
+        """Mean KL(base || present) of next-token distributions at the last positions of texts, in nats."""
+        (distance,) = yield from measure_probe_kl(self.policy, [None], texts)
+        return distance
 
     def weights(self) -> Arrays:
         return self.policy.weights()

@@ -181,18 +181,21 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
         if checkpoint is not None:
             self.state = checkpoint.state
             self._saved = self.state.train_step
-        await check_latest(settings, self.state, self._publisher)
+        if not settings.candidate:  # which replaces nothing
+            await check_latest(settings, self.state, self._publisher)
         resumed, shapes = checkpoint is not None, self.learner.shapes
         fresh = await self.learner.weights() if settings.start_from and not resumed else {}
         start = await starting_weights(
             settings.start_from, self.state, self._publisher, shapes, resumed=resumed, fresh=fresh
         )
         self._latest = await self._sink.latest_version()
-        if resumed and self.state.ring in ("", self._ring.id) and self._latest:
+        if resumed and not settings.candidate and self.state.ring in ("", self._ring.id) and self._latest:
             self._check_ours(self._latest, self.state.version)
         self._begin_folder_anew()
         await self._keep_gathered()
         first_line = 0 if not resumed else self._saved if self.state.offered else self._saved + 1
+        if settings.candidate and not self._latest:
+            await self._serve_start()
         await self._disk.run(cut, settings.folder / "metrics.jsonl", "step", first_line)
         if start is not None:
             await self.learner.call(DataLearner.begin_with, start)
@@ -208,6 +211,13 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
             held_out_examples=len(self._data.held_out), too_long=self._data.too_long, train_step=self.state.train_step,
             first_version_after=self._next_version_at,
         )  # fmt: skip
+
+    async def _serve_start(self) -> None:
+        """Serve an adapter that changes nothing as the first version: what a promotion is rolled back to."""
+        weights = await self.learner.weights()
+        checks = [gate.finite_weights(weights)]
+        first = await self._publisher.publish(weights, self.state, checks, {}, if_latest=0)
+        self._latest = first.version or await self._sink.latest_version()
 
     async def _good_weights(self) -> Arrays | None:
         """Weights that a resumed run falls back to before its checkpoint is restored; None: those of the checkpoint."""
@@ -248,7 +258,8 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
             state.consumed += len(batch)
             state.tokens += report.tokens
             due = settings.evaluate_every and state.train_step % settings.evaluate_every == 0
-            last = state.train_step == settings.steps or self.stopping
+            stopped = self.stopping and not settings.candidate  # else a stop would decide what is offered
+            last = state.train_step == settings.steps or stopped
             trained = OfferedStep(report.loss, report.grad_norm, report.is_finite, report.tokens)
             if due or last:
                 await self._publish(trained)
@@ -311,9 +322,12 @@ class DataRun(Run[DataLearner[T]], Generic[T]):
 
     async def _serve(self, version: int, right: float) -> None:
         await self._accept(version)
-        self._latest, self.state.held_out = version, right
+        self.state.held_out = right
+        if not self.settings.candidate:
+            self._latest = version
         await self._note_best(version, right)
-        log.info("version.served", version=version_id(self.settings.adapter, version), held_out_right=right)
+        event = "version.proposed" if self.settings.candidate else "version.served"
+        log.info(event, version=version_id(self.settings.adapter, version), held_out_right=right)
 
     async def _save(self, name: str = "", state: RunState | None = None) -> str:
         self.state.saves += 1

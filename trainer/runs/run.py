@@ -29,7 +29,7 @@ from trainer.state import Arrays, RunState
 from trainer.versions.checkpoint import Checkpoint, CheckpointStore
 from trainer.versions.disk import Disk
 from trainer.versions.publish import Published, Publisher
-from trainer.versions.run_folder import WAYS, begin_anew
+from trainer.versions.run_folder import WAYS, begin_anew, note_interruption
 
 L = TypeVar("L")
 
@@ -42,7 +42,13 @@ async def permitted(settings: TrainSettings, host: ComputeHost, ring: TrainerRin
     if not settings.conditions:
         yield
         return
-    async with Permission(settings.conditions, ring.asked, ring.board.note) as host.permission:
+
+    def changed(hindrance: str) -> None:
+        ring.board.note(hindrance)
+        if hindrance:
+            note_interruption(settings.folder, hindrance)
+
+    async with Permission(settings.conditions, ring.asked, changed) as host.permission:
         try:
             yield
         finally:
@@ -105,7 +111,9 @@ class Run(ABC, Generic[L]):
     ) -> Published:
         """Publish weights through the gate; ConflictError when another process has moved the latest meanwhile."""
         checks = [gate.finite_weights(weights), *checks]
-        published = await self._publisher.publish(weights, self.state, checks, metrics, judged, if_latest)
+        published = await self._publisher.publish(
+            weights, self.state, checks, metrics, judged, if_latest, promote=not self.settings.candidate
+        )
         if published.forestalled:
             raise ConflictError(f"the run ends: {gate.failures(published.checks)}; {WAYS}")
         return published

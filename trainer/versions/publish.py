@@ -20,6 +20,7 @@ from trainer.versions.checkpoint import differences, write_adapter
 from trainer.versions.disk import Disk
 
 _SERVED = "served.json"
+GATE = "gate.json"  # all checks of a rejected version, and of a candidate
 _LATEST = "latest"  # the check that no other process has moved it
 
 
@@ -63,10 +64,13 @@ class Publisher:
         metrics: dict[str, float],
         remote: Callable[[int], Awaitable[list[GateCheck]]] | None = None,
         if_latest: int | None = None,
+        *,
+        promote: bool = True,
     ) -> Published:
         """Gate, stage, check in a worker, promote. `remote` gets the staged version's number.
 
-        `if_latest`: refused (the check `latest`) when another version than this has become the latest.
+        `promote` False: a version that passes stays a candidate. `if_latest`: refused (the check `latest`) when another
+        version than this has become the latest.
         """
         same_base = gate.same_base(self.base_sha256, await self.sink.served_base())
         with tracing.span("stage"):
@@ -77,7 +81,7 @@ class Publisher:
                 all_checks += await remote(version)
         good = gate.passed(all_checks)
         with tracing.span("publish" if good else "reject", {"parallm.version": version}):
-            good = await self._settle(directory, version, all_checks, if_latest)
+            good = await self._settle(directory, version, all_checks, if_latest, promote=promote)
         return Published(version if good else 0, tuple(all_checks))
 
     async def _stage(
@@ -92,12 +96,14 @@ class Publisher:
             return 0, [*checks, GateCheck("store", False, str(error))]
 
     async def _settle(
-        self, directory: Path, version: int, checks: list[GateCheck], if_latest: int | None = None
+        self, directory: Path, version: int, checks: list[GateCheck], if_latest: int | None, *, promote: bool
     ) -> bool:
         """Serve the staged version, or put it away with what was wrong."""
         foreign: GateCheck | None = None
         if gate.passed(checks):
-            foreign = await self._promote(version, checks, if_latest)
+            foreign = await self._promote(version, checks, if_latest) if promote else None
+            if not promote:  # a promotion writes them into the manifest
+                await self._write_checks(directory, checks)
             if foreign is None:
                 await self.disk.run(self._keep, directory, self.version_folder(version))
                 return True
@@ -123,10 +129,13 @@ class Publisher:
             return GateCheck(_LATEST, False, f"version {latest} has become the latest meanwhile, it was {if_latest}")
         return None
 
+    async def _write_checks(self, directory: Path, checks: Sequence[GateCheck]) -> None:
+        report = msgspec.json.format(msgspec.json.encode(checks))
+        await self.disk.run((directory / GATE).write_bytes, report)
+
     async def _put_away(self, directory: Path, checks: Sequence[GateCheck]) -> None:
         rejected = self.folder / "rejected" / directory.name
-        report = msgspec.json.format(msgspec.json.encode(checks))
-        await self.disk.run((directory / "gate.json").write_bytes, report)
+        await self._write_checks(directory, checks)
         await self.disk.run(self._keep, directory, rejected)
 
     async def note(self, version: int, before: int | None = None) -> None:

@@ -3,6 +3,9 @@
 import hashlib
 import itertools
 import json
+import time
+from collections import Counter
+from pathlib import Path
 
 import structlog
 
@@ -15,6 +18,7 @@ from trainer.versions.checkpoint import CheckpointStore
 log = structlog.get_logger()
 
 WAYS = "give another --run or --run-dir, or --resume no to begin anew"
+_INTERRUPTIONS = "interruptions.jsonl"
 LEARNED = ("task", "task_count", "task_options", "dataset", "reward", "reward_options", "system_prompt")
 
 
@@ -63,3 +67,25 @@ def warn_of_changes(settings: TrainSettings, saved: RunState) -> None:
 def run_mode(saved: RunState) -> str:
     """How the run has learned; "" when that is not known."""
     return saved.mode or ("rl" if saved.trajectories else "")
+
+
+def note_interruption(folder: Path, why: str) -> None:
+    """Write down that a run was held or ended before its end; not in the checkpoint, which a kill sets back."""
+    if folder.is_dir():
+        with (folder / _INTERRUPTIONS).open("a") as file:
+            file.write(json.dumps({"at_ms": time.time_ns() // 1_000_000, "why": why}) + "\n")
+
+
+def interruptions(folder: Path) -> dict[str, int]:
+    """How often the run was interrupted, by the reason."""
+    try:
+        lines = (folder / _INTERRUPTIONS).read_text().splitlines()
+    except OSError:
+        return {}
+    counts: Counter[str] = Counter()
+    for line in lines:
+        try:
+            counts[str(json.loads(line)["why"])] += 1
+        except (ValueError, KeyError, TypeError):  # a kill cut it off
+            counts["?"] += 1
+    return dict(counts)

@@ -40,7 +40,8 @@ from worker.engine.batch.stop_text import RowText
 from worker.engine.gallery import Gallery
 from worker.engine.messages import EndReason, EngineStats, RowRequest, StepOutput, Throughput
 from worker.engine.prefixes.disk.tiered_cache import prefix_cache
-from worker.engine.scheduler import ChunkSize, ClassTurns, Limits, Reserved, RowTokens, haste, share_prefill
+from worker.engine.reserved import Reserved, RowTokens
+from worker.engine.scheduler import ChunkSize, ClassTurns, Limits, haste, share_prefill
 from worker.engine.speculation.batch import batch_of
 from worker.engine.speculation.draft_batch import draft_batch
 from worker.engine.speculation.drafting import Drafting
@@ -328,7 +329,9 @@ class Engine:
         admitted: list[Row] = []
         self._stalled = True
         for row in list(self._waiting):
-            row.reserved = RowTokens.of(row.spec, self._model.adapters.prefill_key(row))
+            version = self._model.adapters.prefill_key(row)
+            if row.reserved.version != version:
+                row.reserved = RowTokens.of(row.spec, version)
             if not self._reserved.fits(row.reserved):
                 self._stalled = False
                 break

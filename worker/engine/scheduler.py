@@ -6,7 +6,7 @@ passed more than `PASSES` times in a row. A batch prompt's piece is kept short, 
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlx_model.config import DraftKv
@@ -267,90 +267,3 @@ class Limits:
                 f"{wanted} tokens need {self.kv_bytes(wanted)} bytes of KV; this worker has {self.kv_limit_bytes}"
             )
         return None
-
-
-@dataclass(frozen=True)
-class RowTokens:
-    """Positions that an admitted row may come to hold."""
-
-    tokens: int
-    shared: int = 0  # of them, those that rows of one group store once where prompts are shared
-    group: Hashable = None  # None: alone
-    sequence_class: SequenceClass = "interactive"
-
-    @classmethod
-    def of(cls, spec: SequenceSpec, version: str = "") -> "RowTokens":
-        """Those of a sequence whose KV this version computes; the last id of a prompt is fed for each row."""
-        if spec.kind != "generate":
-            return cls(spec.kv_tokens, spec.kv_tokens, sequence_class=spec.sequence_class)
-        length = len(spec.prompt_ids)
-        group = (spec.group, length, version) if spec.group else None
-        return cls(spec.kv_tokens, length - 1, group, spec.sequence_class)
-
-
-def are_alike(rows: Sequence[RowTokens]) -> bool:
-    """True if a prompt has two of these rows on average: with fewer a step would be slow for little memory."""
-    groups = {at if row.group is None else row.group for at, row in enumerate(rows)}
-    return 2 * len(groups) <= len(rows)
-
-
-class Reserved:
-    """KV of the admitted rows, as the batch holds it: each padded to the longest, at the length it may come to have.
-
-    Where prompts are shared each group's counts once, and what rows add to it is padded to the longest. One prompt more
-    of each class counts, which is computed for a row that joins later and may have to be a copy until then.
-    """
-
-    def __init__(self, limits: Limits, max_rows: int, *, shares: bool = False) -> None:
-        """`shares`: prompts, where more rows fit by that."""
-        self._limits = limits
-        self._max_rows = max_rows
-        self._shares = shares
-        self._rows: list[RowTokens] = []
-
-    @property
-    def bytes(self) -> int:
-        """Bytes reserved for all rows."""
-        return self._shared(self._rows) if self.need_sharing else self._copied(self._rows)
-
-    @property
-    def least_bytes(self) -> int:
-        """Bytes in the smaller of the forms that the rows may have."""
-        return min(self.bytes, self._shared(self._rows)) if self._shares and are_alike(self._rows) else self.bytes
-
-    @property
-    def need_sharing(self) -> bool:
-        """True if the rows fit with shared prompts only."""
-        return self._shares and len(self._rows) > 1 and self._copied(self._rows) > self._limits.kv_limit_bytes
-
-    def fits(self, row: RowTokens) -> bool:
-        """True if one more row has a place and KV; the first row always fits."""
-        if not self._rows:
-            return True
-        if len(self._rows) >= self._max_rows:
-            return False
-        rows, limit = [*self._rows, row], self._limits.kv_limit_bytes
-        return self._copied(rows) <= limit or (self._shares and are_alike(rows) and self._shared(rows) <= limit)
-
-    def add(self, row: RowTokens) -> None:
-        """Reserve KV for an admitted row."""
-        self._rows.append(row)
-
-    def remove(self, row: RowTokens) -> None:
-        """Free the KV reserved for a row."""
-        self._rows.remove(row)
-
-    def _copied(self, rows: Sequence[RowTokens]) -> int:
-        return len(rows) * self._limits.reserved_bytes(max((row.tokens for row in rows), default=0))
-
-    def _shared(self, rows: Sequence[RowTokens]) -> int:
-        if not rows:
-            return 0
-        limits = self._limits
-        prompts = {at if row.group is None else row.group: row.shared for at, row in enumerate(rows)}.values()
-        longest = max(row.tokens for row in rows)
-        classes = {row.sequence_class for row in rows}
-        on_their_way = sum(max(row.shared for row in rows if row.sequence_class == each) for each in classes)
-        own = limits.shared_bytes(max(row.tokens - row.shared for row in rows))
-        unshared = limits.reserved_bytes(longest) - limits.shared_bytes(longest)  # states and drafts among them
-        return limits.shared_bytes(sum(prompts) + on_their_way) + len(rows) * (own + unshared)

@@ -16,9 +16,8 @@ from api.openai.bodies import ChatCompletionRequest
 from api.openai.responses.messages import messages_of, without_turns
 from api.openai.responses.tools import ResponseTool, ToolName, chosen, left_out_of, offered, own_tools
 from api.openai.responses.turns import Items
-from api.openai.tools import MAX_TOOLS, Tool, by_type, known_type
+from api.openai.tools import MAX_TOOLS, Tool, UnservedTool, by_type, custom_is_function, known_type, unserved
 from api.webhooks.body import WebhookBody
-from shared.errors import InvalidRequestError
 
 MAX_NAME = 256  # letters in the name of a response or a conversation
 
@@ -28,7 +27,11 @@ class AllowedTools(RequestModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[Annotated[ToolName, known_type("function", "custom")]] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: list[
+        Annotated[
+            Annotated[ToolName, Tag("<function>")] | Annotated[UnservedTool, Tag("<unserved>")], custom_is_function
+        ]
+    ] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -204,13 +207,8 @@ class ResponseRequest(DrawFields):
         }
         body |= self.model_dump(mode="json", by_alias=True, exclude_unset=True, include=_SAME)
         if self.tools:
-            body["tools"] = [Tool(type="function", function=each.function) for each in offered(self.tools)]
-            if not body["tools"] and self.tool_choice == "required":
-                kinds = ", ".join(sorted({tool.type for tool in self.tools}))
-                raise InvalidRequestError(
-                    f"'tool_choice' is 'required', and this server has none of the tools ({kinds}): leave "
-                    "'tool_choice' out, or offer a tool of type 'function'", param="tool_choice",
-                )  # fmt: skip
+            own = [Tool(type="function", function=each.function) for each in offered(self.tools)]
+            body["tools"] = [*own, *unserved(self.tools)]
         body["tool_choice"] = self._choice()
         return ChatCompletionRequest.model_validate(body)
 
@@ -223,7 +221,9 @@ class ResponseRequest(DrawFields):
             return {"type": choice.type, "allowed_tools": allowed}
         return choice
 
-    def _named(self, choice: ToolName) -> dict[str, Any]:
+    def _named(self, choice: ToolName | UnservedTool) -> Any:
+        if isinstance(choice, UnservedTool):
+            return choice
         return {"type": "function", "function": {"name": chosen(self.tools or (), choice)}}
 
     def left_out(self, *, held: bool) -> list[str]:

@@ -2,8 +2,7 @@
 
 A tool of a namespace becomes a function whose name begins with the namespace's, and a custom tool, which takes any
 text, a function of that one text, which the model is held to where its form is a regular expression or comes to one; a
-call gets its own name and form back (`items.py`). Tools of other types belong to the servers or clients of their maker:
-they are left out of the model's view, and the answer's header names them.
+call gets its own name and form back (`items.py`). Tools of other types are not served, as in any chat.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from api.http.fields import HistoryModel, Off, RequestModel
-from api.openai.tools import MAX_TOOLS, CustomDefinition, FunctionDefinition, by_type, known_type
+from api.openai.tools import MAX_TOOLS, CustomDefinition, FunctionDefinition, UnservedTool, by_type, known_type
 from shared.errors import InvalidRequestError
 
 _NAME = r"^[A-Za-z0-9_.-]{1,128}$"
@@ -38,12 +37,6 @@ class CustomTool(CustomDefinition):
     defer_loading: bool | None = None
 
 
-class HostedTool(HistoryModel):
-    """A tool of a type that is not served."""
-
-    type: str
-
-
 _own = Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")]
 
 
@@ -60,8 +53,8 @@ class Namespace(HistoryModel):
 
 _SERVED = ("function", "custom", "namespace")
 ResponseTool = Annotated[
-    _own | Annotated[Namespace, Tag("<namespace>")] | Annotated[HostedTool, Tag("<hosted>")],
-    by_type("function", dict(zip(_SERVED, _SERVED, strict=True)), "hosted"),
+    _own | Annotated[Namespace, Tag("<namespace>")] | Annotated[UnservedTool, Tag("<unserved>")],
+    by_type("function", dict(zip(_SERVED, _SERVED, strict=True)), "unserved"),
 ]
 
 
@@ -110,7 +103,7 @@ def own_tools(tools: Sequence[ResponseTool]) -> Iterator[tuple[Namespace | None,
     for tool in tools:
         if isinstance(tool, Namespace):
             yield from ((tool, inner) for inner in tool.tools)
-        elif not isinstance(tool, HostedTool):
+        elif not isinstance(tool, UnservedTool):
             yield None, tool
 
 
@@ -127,12 +120,11 @@ def chosen(tools: Sequence[ResponseTool], choice: ToolName) -> str:
 
 
 def left_out_of(tools: Sequence[ResponseTool], *, held: bool) -> set[str]:
-    """Parts of tools that the model does not see or need not follow, under the names that the answer's header uses.
+    """Parts of own tools that the model does not see or need not follow, under the names that the answer's header uses.
 
     `held`: the model's calls can be held to a form.
     """
-    found = {f"tools.{tool.type}" for tool in tools if isinstance(tool, HostedTool)}
-    found |= {"tools.defer_loading" for _, tool in own_tools(tools) if tool.defer_loading}
+    found = {"tools.defer_loading" for _, tool in own_tools(tools) if tool.defer_loading}
     custom = [tool for _, tool in own_tools(tools) if isinstance(tool, CustomTool) and tool.form]
     return found | {"tools.format" for tool in custom if not (held and tool.regex)}
 

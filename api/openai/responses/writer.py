@@ -8,7 +8,8 @@ from api.generation.choice import Choice, Delta, RequestPlan, ends_with_stop_tok
 from api.generation.logprobs import ChatLogprob, TokenNames
 from api.openai.responses.body import ENCRYPTED, ResponseRequest
 from api.openai.responses.items import Event, ItemWriter
-from api.openai.responses.tools import HostedTool, shown_tool
+from api.openai.responses.tools import shown_tool
+from api.openai.tools import UnservedTool
 from shared.frames import Finish, TokenEvent
 from shared.redis.kept.response_store import ResponseState
 from shared.text.codec import TextCodec
@@ -101,7 +102,7 @@ class ResponseWriter:
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": shown_format, **shown_verbosity},
             "tool_choice": given.get("tool_choice", "auto"),
-            "tools": [shown_tool(tool) for tool in body.tools or () if not isinstance(tool, HostedTool)],
+            "tools": [shown_tool(tool) for tool in body.tools or () if not isinstance(tool, UnservedTool)],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",

@@ -65,6 +65,14 @@ async def roll_back(request: Request, name: str, ring: TheRing, version: Annotat
     return _done(request, f"{name}@{latest} is the latest version", f"/dashboard/adapters/{name}")
 
 
+@router.post("/adapters/{name}/promote")
+async def promote(request: Request, name: str, ring: TheRing, version: Annotated[int, Form(ge=1)]) -> Response:
+    """Make a candidate of a night the latest version."""
+    await ring.adapters.promote(name, version)
+    ring.splits.forget(name)
+    return _done(request, f"{name}@{version} is the latest version", "/dashboard/nights")
+
+
 @router.post("/feedback")
 async def judge_answer(
     request: Request,

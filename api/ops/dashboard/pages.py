@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from api.ops.dashboard.parts import adapter_view, job_view, letters, ring_views, training_views
+from api.ops.dashboard.parts import adapter_view, job_view, letters, night_views, ring_views, training_views
 from api.ops.dashboard.render import HEADERS, DashboardRoute, Page, page, part
 from api.ops.dashboard.samples import (
     SHOWN,
@@ -110,6 +110,13 @@ async def training(request: Request, ring: TheRing, snapshots: TheSnapshots) -> 
     """The curves of every policy."""
     about = Page("Training", "training", "/dashboard/events/training")
     return page(request, "training.html", about, ring=await snapshots.read(), runs=await training_views(ring))
+
+
+@router.get("/nights")
+async def nights(request: Request, ring: TheRing, snapshots: TheSnapshots) -> Response:
+    """The last night of every policy: what it learned from, what got better and worse, what it proposes."""
+    about = Page("Nights", "nights")
+    return page(request, "nights.html", about, ring=await snapshots.read(), nights=await night_views(ring))
 
 
 @router.get("/feedback")

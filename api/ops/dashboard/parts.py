@@ -12,10 +12,11 @@ from api.ring.ring import Ring
 from shared.adapters import AdapterManifest
 from shared.errors import UnknownAdapterError
 from shared.jobs import TERMINAL, JobSpec, JobStatus
+from shared.night import NightReport
 from shared.redis.adapters.catalog import Acknowledgement, AdapterFlip, AdapterSummary
 from shared.redis.adapters.splits import SplitState
 from shared.redis.queue.dead_letters import DeadLetter
-from shared.redis.training.board import TrainingBoard
+from shared.redis.training.board import TrainingBoard, trained_policies
 from shared.training import Alert, TrainingPoint
 
 LETTERS_SHOWN = 100
@@ -116,6 +117,23 @@ async def training_views(ring: Ring) -> list[RunView]:
         board = TrainingBoard(ring.redis, view.status.policy)
         runs.append(RunView(view, await board.points(), await board.alerts(ALERTS_SHOWN)))
     return runs
+
+
+class NightView(NamedTuple):
+    """A policy's last night, and which version is the latest now."""
+
+    report: NightReport
+    latest: int
+
+
+async def night_views(ring: Ring) -> list[NightView]:
+    """Every policy that has a night's report, the newest first."""
+    found = []
+    for policy in await trained_policies(ring.redis):
+        report = await TrainingBoard(ring.redis, policy).night()
+        if report is not None:
+            found.append(NightView(report, await ring.adapters.latest(policy)))
+    return sorted(found, key=lambda view: -view.report.ended_ms)
 
 
 class RingView(NamedTuple):

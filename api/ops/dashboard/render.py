@@ -23,6 +23,7 @@ from api.ops.dashboard.assets import address
 from api.ops.dashboard.parts import eta_ms
 from api.ops.ring_view import size
 from shared.errors import AuthenticationError, ParallmError
+from shared.night import OUTCOMES
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -174,4 +175,4 @@ _templates.filters.update(
     percent=percent,
     shortened=shortened,
 )
-_templates.globals.update(asset=address)
+_templates.globals.update(asset=address, outcomes=OUTCOMES)

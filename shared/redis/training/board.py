@@ -13,6 +13,7 @@ import structlog
 from redis.asyncio import Redis
 
 from shared.adapters import not_yours
+from shared.night import NightReport
 from shared.owners import ANYBODY, Asker
 from shared.redis import keys
 from shared.redis.connection.client import Script, ask_all
@@ -96,7 +97,20 @@ class TrainingBoard:
             pipe.publish(keys.alert_channel(), msgspec.json.encode(alert))
             await pipe.execute()
 
+    async def put_night(self, report: NightReport) -> None:
+        """Replace the report of the last night."""
+        await self._redis.set(keys.night_report(self.policy), msgspec.json.encode(report), ex=keys.TRAIN_TTL_S)
+
     # -- the readers' side
+
+    async def night(self) -> NightReport | None:
+        """The report of the last night; None when there is none, or none that can be read."""
+        raw = await self._redis.get(keys.night_report(self.policy))
+        try:
+            return None if raw is None else msgspec.json.decode(raw, type=NightReport)
+        except msgspec.DecodeError as error:
+            log.warning("training.unreadable_report", policy=self.policy, error=str(error))
+            return None
 
     async def alive(self) -> str:
         """The owner of the policy; "" when no trainer lives."""

@@ -5,25 +5,45 @@ With `--dataset sessions:POLICY` the data are what users' sessions teach (hindsi
 """
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
+import structlog
 
 from mlx_model.loader import LoadedModel
-from shared.errors import SetupError
+from shared.adapters import GateCheck, version_id
+from shared.errors import ServiceUnavailableError, SetupError
+from trainer.learn import gate
 from trainer.learn.batches import SampleGroup
 from trainer.learn.options import sessions_policy
 from trainer.learners.distilling import ScoredRow
+from trainer.learners.handle import HostHandle
 from trainer.learners.kinds import Made, made_with
 from trainer.learners.lines import Data, hold_out
+from trainer.learners.tuning import RowLearner
 from trainer.learners.tuning_examples import TuningExamples, read_examples
 from trainer.ring.http_client import HttpApi
-from trainer.runs.data import options_of
-from trainer.runs.distillation.hindsight import hindsight
+from trainer.runs.data import ASK_AGAIN_S, options_of
+from trainer.runs.distillation.examination import (
+    AFTER,
+    BEFORE,
+    Examination,
+    Examined,
+    read_examined,
+    write_examined,
+)
+from trainer.runs.distillation.hindsight import LearnedFrom, hindsight, rehearsed
 from trainer.runs.distillation.teacher import FILE, read_kept, scored
 from trainer.runs.tuning import RowRun
 from trainer.versions.checkpoint import write_whole
+
+ROUNDING = 1e-9  # of means of rewards
+FOUND = "learned_from.json"  # in the run's folder
+
+log = structlog.get_logger()
 
 
 class DistillRun(RowRun[ScoredRow]):
@@ -32,6 +52,8 @@ class DistillRun(RowRun[ScoredRow]):
     measures_first = True
     _rows: list[ScoredRow]
     _too_long = 0
+    _found: LearnedFrom | None = None  # of sessions that were asked for now
+    _before: Examined | None = None
 
     async def _gather(self, loaded: LoadedModel) -> None:
         settings = self.settings
@@ -44,9 +66,14 @@ class DistillRun(RowRun[ScoredRow]):
             self._asked = False
         elif (policy := sessions_policy(settings.dataset)) is not None:
             async with HttpApi.of(settings) as api:
-                rows = await hindsight(
-                    api, policy, settings.teacher, settings.teacher_top_k, self._ring.codec,
-                    loaded.card.tokenizer_sha256, longest=longest, seed=settings.seed,
+                codec, again = self._ring.codec, []
+                if settings.rehearsal is not None:
+                    variables = settings.chat_template_kwargs
+                    again = await rehearsed(settings.rehearsal, codec, variables, settings.max_tokens)
+                rows, self._found = await hindsight(
+                    api, policy, settings.teacher, settings.teacher_top_k, codec, loaded.card.tokenizer_sha256,
+                    longest=longest, seed=settings.seed, since_ms=settings.lessons_since_ms,
+                    at_least=settings.min_lessons, rehearsal=again,
                 )  # fmt: skip
             rows = [row.within(loaded.card.vocab_size) for row in rows]
             self._asked = True
@@ -65,6 +92,8 @@ class DistillRun(RowRun[ScoredRow]):
         self._rows = rows
 
     async def _keep_gathered(self) -> None:
+        if self._found is not None:
+            await self._disk.run(write_whole, self.settings.folder / FOUND, msgspec.json.encode(self._found))
         if self._asked:
             lines = b"".join(msgspec.json.encode(row) + b"\n" for row in self._rows)
             await self._disk.run(write_whole, self.settings.folder / FILE, lines)
@@ -97,3 +126,51 @@ class DistillRun(RowRun[ScoredRow]):
 
     def _group(self, item: ScoredRow) -> SampleGroup:
         return item.group("")
+
+    # -- what versions answer
+
+    async def start(self, loaded: LoadedModel) -> None:
+        await super().start(loaded)
+        if not self._examines:
+            return
+        run = f"{self.settings.run_name}-{secrets.token_hex(3)}"
+        self._examination = Examination(self.settings, self._ring, self._way.judges, run)
+        file = self.settings.folder / BEFORE
+        self._before = read_examined(file)
+        if self._before is None:
+            self._before = await self._examined(self.settings.start_from)
+            await self._disk.run(write_examined, file, self._before)
+
+    @property
+    def _examines(self) -> bool:
+        """True if replies before and after are compared: for a suite, and of a candidate, which a person judges."""
+        return self.settings.suite is not None or self.settings.candidate
+
+    async def _examined(self, adapter: str) -> Examined:
+        prompts = list(dict.fromkeys(row.prompt_ids for row in self._data.held_out))
+        while True:
+            try:
+                return await self._examination.of(adapter, prompts)
+            except ServiceUnavailableError as error:
+                if self.stopping:
+                    raise
+                log.warning("examination.waits", version=adapter or "base", why=str(error))
+                await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _parity(self, version: int) -> list[GateCheck]:
+        checks = await super()._parity(version)
+        if self._before is None or not gate.passed(checks):
+            return checks
+        learner = cast(HostHandle[RowLearner[ScoredRow]], self.learner)
+        texts = [answer.ids for answer in self._before.suite] or [
+            (*row.prompt_ids, *row.completion_ids) for row in self._data.held_out
+        ]
+        kl = await learner.call(RowLearner.base_kl, texts)
+        checks.append(gate.at_most("base_kl", kl, self.settings.max_base_kl))
+        after = await self._examined(version_id(self.settings.adapter, version))
+        if after.suite_reward is not None:
+            margin = self.settings.reward_margin + ROUNDING
+            floor = gate.reward_floor(after.suite_reward, self._before.suite_reward, margin)
+            checks.append(GateCheck("suite", floor.passed, floor.detail))
+        await self._disk.run(write_examined, self.settings.folder / AFTER.format(version), after)
+        return checks

@@ -13,7 +13,9 @@ all held out, by the digest of its id.
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +27,8 @@ from shared.text.codec import TextCodec
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learners.distilling import ScoredRow
 from trainer.ring.http_client import HttpApi
+from trainer.rollouts.conversation import ChatEncoder
+from trainer.rollouts.environments import Observation, read_jsonl
 from trainer.runs.distillation.teacher import AT_ONCE, scored
 
 CORRECTED, CONTENT = 0.4, 0.6
@@ -37,6 +41,10 @@ TEMPERATURE = 0.7
 HINT = "{said}\n\n{correction}"  # the user's message that the teacher is shown
 
 log = structlog.get_logger()
+
+
+class NothingToLearnError(SetupError):
+    """The sessions hold too few lessons."""
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -77,6 +85,7 @@ class SessionTurn(msgspec.Struct, frozen=True):
     follows: str | None = None
     signals: list[_Signal] = []
     reward: _Reward | None = None
+    created_ms: int = 0
     prompt_ids: tuple[int, ...] = ()
     completion_ids: tuple[int, ...] = ()
 
@@ -89,12 +98,25 @@ class _Session(msgspec.Struct):
 class Lesson(NamedTuple):
     """A turn to learn from: the prompt, and the prompt that the teacher gets."""
 
-    session: str
+    session: str  # "": none, it is a prompt of `--rehearsal`
     name: str
     prompt_ids: tuple[int, ...]
     teacher_ids: tuple[int, ...]
     reply_ids: tuple[int, ...]  # that the teacher scores; (): it writes one first
     most_tokens: int = 0  # of that
+
+
+class LearnedFrom(msgspec.Struct):
+    """Counts of what the sessions held, and of the rows that came of it."""
+
+    sessions: int = 0
+    turns: int = 0  # of them, with the next three
+    corrected: int = 0
+    edited: int = 0
+    content: int = 0
+    rows: int = 0
+    rehearsed: int = 0  # rows of `--rehearsal` among them
+    signals: dict[str, int] = {}  # by kind, of these turns
 
 
 class _Choice(msgspec.Struct):
@@ -116,29 +138,40 @@ async def hindsight(
     *,
     longest: int,
     seed: int,
-) -> list[ScoredRow]:
-    """Rows of the stored sessions of a policy, scored by the teacher; SetupError when there is none."""
-    lessons, counts = await lessons_of(api, policy, codec)
-    written = await _written(api, teacher, lessons, longest, seed)
+    since_ms: int = 0,
+    at_least: int = 2,
+    rehearsal: Sequence[Lesson] = (),
+) -> tuple[list[ScoredRow], LearnedFrom]:
+    """Rows of the stored sessions of a policy, scored by the teacher.
+
+    NothingToLearnError when there are fewer than `at_least`, without those of `rehearsal`. `since_ms`: older turns
+    are left out.
+    """
+    lessons, found = await lessons_of(api, policy, codec, since_ms)
+    written = await _written(api, teacher, [*lessons, *rehearsal], longest, seed)
     rows = [lesson for lesson in written if len(lesson.teacher_ids) + len(lesson.reply_ids) <= longest]
-    log.info("hindsight.lessons", policy=policy, rows=len(rows), **counts)
-    if len(rows) < 2:
-        told = ", ".join(f"{count} {name}" for name, count in counts.items())
-        raise SetupError(
-            f"the sessions of {policy} at {api.url} hold fewer than two lessons ({told}): rewards come from "
+    found.rows, found.rehearsed = len(rows), sum(not lesson.session for lesson in rows)
+    counts = msgspec.structs.asdict(found)
+    log.info("hindsight.lessons", policy=policy, **counts)
+    if found.rows - found.rehearsed < at_least:
+        told = ", ".join(f"{count} {name}" for name, count in counts.items() if name != "signals")
+        raise NothingToLearnError(
+            f"the sessions of {policy} at {api.url} hold fewer than {at_least} lessons ({told}): rewards come from "
             "/v1/feedback and from --judge-model"
         )
     done = await scored(api, teacher, top_k, [_group(lesson) for lesson in rows], tokenizer_sha256)
     return [
         msgspec.structs.replace(row, prompt_ids=lesson.prompt_ids, held_out=is_held_out(lesson.session))
         for row, lesson in zip(done, rows, strict=True)
-    ]
+    ], found
 
 
-async def lessons_of(api: HttpApi, policy: str, codec: TextCodec) -> tuple[list[Lesson], dict[str, int]]:
+async def lessons_of(
+    api: HttpApi, policy: str, codec: TextCodec, since_ms: int = 0
+) -> tuple[list[Lesson], LearnedFrom]:
     """Lessons of the newest sessions, and how many turns were what."""
     lessons: list[Lesson] = []
-    counts = dict.fromkeys(("turns", "corrected", "edited", "content"), 0)
+    found, signals = LearnedFrom(), Counter[str]()
     for session in await _sessions(api, policy):
         try:
             turns = await _turns(api, session)
@@ -148,13 +181,26 @@ async def lessons_of(api: HttpApi, policy: str, codec: TextCodec) -> tuple[list[
         for turn in turns:
             if turn.follows and (text := _user_text(turn)):
                 said.setdefault(turn.follows, text)
+        turns = [turn for turn in turns if turn.created_ms >= since_ms]
+        found.sessions += bool(turns)
         for turn in turns:
-            counts["turns"] += 1
+            found.turns += 1
+            signals.update(signal.kind for signal in turn.signals)
             kind, lesson = lesson_of(session, turn, codec, said.get(turn.name, ""))
             if lesson is not None and turn.policy == policy:
-                counts[kind] += 1
+                setattr(found, kind, getattr(found, kind) + 1)
                 lessons.append(lesson)
-    return lessons, counts
+    found.signals = dict(sorted(signals.items()))
+    return lessons, found
+
+
+async def rehearsed(file: Path, codec: TextCodec, variables: dict[str, Any], most_tokens: int) -> list[Lesson]:
+    """Prompts of a file of tasks, to which the teacher is to reply as it does."""
+    conversation, lessons = ChatEncoder(codec, variables), list[Lesson]()
+    for number, task in enumerate(await asyncio.to_thread(read_jsonl, file), 1):
+        ids = (await conversation.opening(Observation(task.prompt))).ids
+        lessons.append(Lesson("", f"rehearsal-{number}", ids, ids, (), most_tokens))
+    return lessons
 
 
 def lesson_of(session: str, turn: SessionTurn, codec: TextCodec, said_next: str = "") -> tuple[str, Lesson | None]:
@@ -202,7 +248,7 @@ def _user_text(turn: SessionTurn) -> str:
 
 def is_held_out(session: str) -> bool:
     """True for the sessions that versions are compared on."""
-    return hashlib.sha256(session.encode()).digest()[0] % HELD_OUT == 0
+    return bool(session) and hashlib.sha256(session.encode()).digest()[0] % HELD_OUT == 0
 
 
 async def _sessions(api: HttpApi, policy: str) -> list[str]:
@@ -241,7 +287,8 @@ async def _written(api: HttpApi, teacher: str, lessons: Sequence[Lesson], longes
         body = {"model": teacher, "token_ids": lesson.teacher_ids, "sampling_params": sampling}
         async with room:
             (choice,) = (await api.call("POST", "/inference/v1/generate", _Written, body)).choices
-        return lesson._replace(reply_ids=tuple(choice.token_ids)) if choice.finish_reason == "stop" else None
+        whole = choice.finish_reason == "stop" or not lesson.session  # of a rehearsed reply the beginning is as good
+        return lesson._replace(reply_ids=tuple(choice.token_ids)) if whole else None
 
     done = await asyncio.gather(*(one(at, lesson) for at, lesson in enumerate(lessons)))
     return [lesson for lesson in done if lesson is not None and lesson.reply_ids]

@@ -23,7 +23,7 @@ from worker.engine.batch.stop_text import RowText
 from worker.engine.gallery import Viewing
 from worker.engine.messages import RowRequest
 from worker.engine.prefixes.entries import UNASKED
-from worker.engine.scheduler import RowTokens
+from worker.engine.reserved import RowTokens
 
 NO_DEADLINE = 1 << 62
 

@@ -2,12 +2,13 @@
 
 Rows whose prompts are equal, or begin alike, and were computed with one version may share what is equal. A step then
 reads it once, in more operations. So a batch changes to this form and back when rows join: where it is asked for, where
-nothing else fits the memory (`is_needed`), or where it spares enough positions for steps to be no slower.
+nothing else fits the memory (`is_needed`), or where it spares enough positions for steps to be no slower. What several
+prompts begin with, such as a system prompt, is a beginning of its own, before that of each.
 
-Invariants. A row's beginning is set when it joins and stays until the batch changes its form; what computed its prompt
-stays, for what it writes may have other versions. While memory needs the form, each row's beginning is its whole prompt
-but for the last id, as admission counts (`scheduler.Reserved`). Decisions depend on rows only, so all ranks take the
-same ones.
+Invariants. What of a row is shared is set when it joins and stays until the batch changes its form, but may be divided
+into more beginnings; what computed its prompt stays, for what it writes may have other versions. While memory needs the
+form, each row shares its whole prompt but for the last id, and what prompts have in common is stored once in multiples
+of PART, as admission counts (`reserved.Reserved`). Decisions depend on rows only, so all ranks take the same ones.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_model.device import on_cpu, on_cuda
-from mlx_model.kv.kinds import shared, whole
+from mlx_model.kv.kinds import divide, shared, whole
 from mlx_model.kv.shared import Form
 from shared.process.worker_settings import SharePrompts
 from worker.engine.batch.prompt_group import PromptGroup
 from worker.engine.batch.row import Row
+from worker.engine.reserved import PART, owner_of
 
 # Bytes of KV in a layer that a step must spare for each beginning, or it takes longer than over copies. On a CPU
 # (2 cores, fp32) steps take 1.1 to 1.3 of the time where 1.1 MB are spared, 1.0 at 2.8 and 0.8 at 4.5 MB. On an H200,
@@ -34,10 +36,15 @@ STAYS = 2  # times as much that a batch must spare to take the form than to stay
 
 @dataclass(frozen=True, eq=False)
 class Beginning:
-    """Ids that rows begin with."""
+    """Ids that rows begin with. Their last positions are stored together, those before as other beginnings."""
 
     ids: tuple[int, ...]
     computed: Hashable  # by what, and whose it is if no others may have it; None: no other row has it
+
+    def common(self, ids: tuple[int, ...]) -> int:
+        """First ids that are the same, in whole parts."""
+        most = min(len(self.ids), len(ids)) // PART * PART
+        return next((at for at in range(0, most, PART) if self.ids[at : at + PART] != ids[at : at + PART]), most)
 
     def begins(self, ids: tuple[int, ...]) -> bool:
         """True if these ids begin with it."""
@@ -45,7 +52,8 @@ class Beginning:
         return count <= len(ids) and self.ids[-1] == ids[count - 1] and self.ids == ids[:count]
 
 
-Plan = dict[Row, Beginning | None]  # None: a prompt of one id
+Chain = tuple[Beginning, ...]  # each begins the next one
+Plan = dict[Row, Chain]  # (): a prompt of one id
 
 
 class SharedPrompts:
@@ -83,13 +91,15 @@ class SharedPrompts:
         together = object() if group.is_one_prompt else None
         self._computed |= {row: _computed_by(row, together) for row in group.rows}
         plan = self._plan([*rows, *group.rows])
-        if self._of and (plan is None or any(plan[row] is not self._of[row] for row in rows)):
+        if self._of and (plan is None or any(plan[row][-1:] != self._of[row][-1:] for row in rows)):
             caches, padding = whole(cache[:-1], range(len(rows)), padding)
             cache, self._of = [*caches, cache[-1]], {}
         if plan is None:
             return cache, padding
         if rows and not self._of:
             cache, padding = self._apart(cache, padding, rows, plan)
+        elif any(plan[row] != self._of[row] for row in rows):
+            divide(cache[:-1], [_parts(plan[row]) for row in rows])
         group.cache, group.padding = self._apart(group.cache, group.padding, group.rows, plan)
         self._of = plan
         return cache, padding
@@ -115,33 +125,52 @@ class SharedPrompts:
         alike = Counter(tuple(row.prompt) for row in rows if row not in plan)
         for row in rows:
             if row not in plan:
-                plan[row] = self._beginning(row, plan.values(), alone=alike[tuple(row.prompt)] == 1)
+                plan |= self._with(plan, row, alone=alike[tuple(row.prompt)] == 1)
         if asked:
             return plan
-        count = len(set(plan.values()))
-        least = count * self._least * (1 if self._of else STAYS)
-        return plan if 2 * count <= len(rows) and _spared(rows, plan) >= least else None
+        ends = {chain[-1:] for chain in plan.values()}
+        stored = {part for chain in plan.values() for part in chain}
+        least = len(stored) * self._least * (1 if self._of else STAYS)
+        return plan if 2 * len(ends) <= len(rows) and _spared(rows, plan) >= least else None
 
-    def _beginning(self, row: Row, others: Iterable[Beginning | None], *, alone: bool) -> Beginning | None:
-        """All of its prompt, or what the prefix cache had of it; one of others, if they have as much or half of all."""
+    def _with(self, plan: Plan, row: Row, *, alone: bool) -> Plan:
+        """The beginnings of a row, and of those whose beginnings it divides.
+
+        Those of another row, if they have as much or half of all; else all of its prompt, or what the prefix cache had
+        of it, after what it has in common with others.
+        """
         ids = tuple(row.prompt[:-1])
         if not ids:
-            return None
-        owner = "" if row.spec.cache and not row.spec.fresh else row.spec.group or row.spec.id
+            return {row: ()}
         by = self._computed[row] if row in self._computed else _computed_by(row)
-        computed = None if by is None else (by, owner)
+        computed = None if by is None else (by, owner_of(row.spec))
         is_whole = self.is_needed or bool(row.spec.group) or not (alone and row.cached_tokens)
         length = len(ids) if is_whole else min(len(ids), row.cached_tokens)
         least = length if self.is_needed or not is_whole else len(ids) // 2 if not row.spec.group else length
-        known = {of for of in others if of is not None and computed is not None and of.computed == computed}
-        fitting = [of for of in known if len(of.ids) >= least and of.begins(ids)]
-        return max(fitting, key=lambda of: len(of.ids), default=None) or Beginning(ids[:length], computed)
+        known = [
+            chain
+            for chain in dict.fromkeys(plan.values())
+            if chain and computed is not None and chain[-1].computed == computed
+        ]
+        fitting = [chain for chain in known if len(chain[-1].ids) >= least and chain[-1].begins(ids)]
+        if fitting:
+            return {row: max(fitting, key=lambda chain: len(chain[-1].ids))}
+        new = Beginning(ids[:length], computed)
+        other = max(known, key=lambda chain: chain[-1].common(new.ids), default=())
+        common = other[-1].common(new.ids) if other else 0
+        if not common:
+            return {row: (new,)}
+        before, divided = tuple(part for part in other if len(part.ids) <= common), Plan()
+        if not before or len(before[-1].ids) < common:
+            at, middle = len(before), Beginning(new.ids[:common], computed)
+            divided = {of: (*chain[:at], middle, *chain[at:]) for of, chain in plan.items() if other[at] in chain}
+            before = (*before, middle)
+        return divided | {row: before if common == len(new.ids) else (*before, new)}
 
     def _apart(
         self, cache: Sequence[Any], padding: Sequence[int], rows: Sequence[Row], plan: Plan
     ) -> tuple[list[Any], list[int]]:
-        each = [None if (of := plan[row]) is None else (of, len(of.ids)) for row in rows]
-        caches, after = shared(cache[:-1], each, padding, self._form)
+        caches, after = shared(cache[:-1], [_parts(plan[row]) for row in rows], padding, self._form)
         return [*caches, cache[-1]], after
 
 
@@ -156,11 +185,17 @@ def _end(row: Row) -> int:
 
 
 def _are_whole(plan: Plan) -> bool:
-    return all(of is None or len(of.ids) == len(row.prompt) - 1 for row, of in plan.items())
+    return all(not chain or len(chain[-1].ids) == len(row.prompt) - 1 for row, chain in plan.items())
+
+
+def _parts(chain: Chain) -> list[tuple[Beginning, int]]:
+    """Each with the positions that are stored for it."""
+    before = (0, *(len(part.ids) for part in chain))
+    return [(part, len(part.ids) - start) for part, start in zip(chain, before, strict=False)]
 
 
 def _spared(rows: Collection[Row], plan: Plan) -> int:
     """Positions of a batch of copies that one with these beginnings does not have; either pads to the longest."""
-    own = max(_end(row) - (len(of.ids) if (of := plan[row]) else 0) for row in rows)
-    beginnings = sum(len(of.ids) for of in {plan[row] for row in rows} if of)
-    return len(rows) * (max(map(_end, rows)) - own) - beginnings
+    own = max(_end(row) - (len(plan[row][-1].ids) if plan[row] else 0) for row in rows)
+    stored = {part: length for row in rows for part, length in _parts(plan[row])}
+    return len(rows) * (max(map(_end, rows)) - own) - sum(stored.values())
