@@ -9,10 +9,11 @@ import mlx.core as mx
 import msgspec
 import pytest
 
+from mlx_model.config import EngineConfig, check_settings
 from mlx_model.kv import places
 from mlx_model.kv.apart import PLACES
 from mlx_model.kv.layout import layout_of
-from mlx_model.loader import LoadedModel
+from mlx_model.loader import LoadedModel, describe_model, load_model
 from shared.errors import SetupError
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, row
@@ -147,6 +148,14 @@ def test_what_cannot_be_kept_is_refused(llama: LoadedModel) -> None:
     bench.submit(spec("s", [1, 2], return_routed_experts=True))
     bench.run()
     assert "--batch-invariant reports no experts" in str(bench.finish("s").failure)
+
+
+def test_a_card_names_the_flag_before_and_after_loading(llama_folder: Path) -> None:
+    config = EngineConfig(str(llama_folder), max_kv_size=64, batch_invariant=True)
+    name = load_model(config).card.kv
+    assert describe_model(config).card.kv == name and name == "the last 64 positions, batch-invariant"
+    with pytest.raises(SetupError, match="leave it or the ranks out"):
+        check_settings(config)
 
 
 def test_other_adapters_change_no_bit(llama: LoadedModel, tmp_path: Path) -> None:
