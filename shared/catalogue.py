@@ -124,6 +124,7 @@ class HostStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     # Models of the catalogue that it can load, since it has the files or may fetch them, and the bytes of memory that
     # each takes here; 0: not known yet
     offers: dict[str, int] = {}
+    refuses: dict[str, str] = {}  # models whose files it has and cannot load, and why
     held: tuple[HeldModel, ...] = ()
     draining: bool = False  # it is about to end, and loads nothing
     past: dict[str, PastModel] = {}  # by model

@@ -2,15 +2,19 @@
 
 A turn of the engine's loop may be long (a kernel is compiled, a long prompt is fed), so silence counts only while
 there is work, and only beyond a generous limit. From half of it on the worker no longer calls itself ready; at the
-limit it gives its leases back and ends, and its supervisor starts it again.
+limit it gives its leases back and ends, and its supervisor starts it again. Where the system says how long a thread
+that could run had no processor (Linux), that is no silence: a busy machine's worker would begin anew for ever.
 
 Invariants. An idle engine is never silent. A thread that has ended without a stop counts as silent for ever.
 """
 
 import asyncio
+import contextlib
 import faulthandler
 import math
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from worker.engine.thread import EngineThread
 
@@ -20,8 +24,14 @@ LOOK_S = 1.0
 class EngineWatch:
     """Looks at one engine thread every second or more often; `on_stall` is called once, with a reason."""
 
-    def __init__(self, engine: EngineThread, limit_s: float, on_stall: Callable[[str], None]) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: EngineThread,
+        limit_s: float,
+        on_stall: Callable[[str], None],
+        delays: Callable[[], dict[str, float]] = lambda: processor_delays(),
+    ) -> None:
+        self._engine, self._delays = engine, delays
         self._limit_s = limit_s
         self._on_stall = on_stall
 
@@ -37,14 +47,29 @@ class EngineWatch:
 
     async def run(self) -> None:
         """Look until the engine is found stuck or dead."""
-        silent = 0.0
+        silent, before, delays = 0.0, 0.0, self._delays()
         while silent <= self._limit_s:
             await asyncio.sleep(min(LOOK_S, self._limit_s / 8))
-            silent = self.silent_s
+            silent, now = self.silent_s, self._delays()
+            if silent < before or not silent:  # another turn
+                delays = now
+            before = silent
+            if silent < math.inf:
+                silent -= max((delay - delays.get(thread, 0.0) for thread, delay in now.items()), default=0.0)
         if silent == math.inf:
             self._on_stall("the engine's thread has ended")
         else:
             self._on_stall(f"the engine has been silent for {silent:.1f} s over its work")
+
+
+def processor_delays() -> dict[str, float]:
+    """Seconds that each other thread of this process could have run and had no processor, by thread; {}: not known."""
+    delays = {}
+    for thread in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+            delays[thread.parent.name] = int(thread.read_bytes().split()[1]) / 1e9
+    delays.pop(str(threading.get_native_id()), None)  # the event loop's, which does not compute
+    return delays
 
 
 async def guard_loop(limit_s: float) -> None:

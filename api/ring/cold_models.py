@@ -38,6 +38,11 @@ def obstacle(models: RingModels, entry: CatalogueEntry) -> Obstacle | None:
     offering = [host for host in hosts if entry.name in host.offers]
     if not offering and entry.ranks > 1:
         return Obstacle(f"a group of {entry.ranks} processes serves it, and none is running")
+    refused = [
+        f"{host.host} cannot load it: {host.refuses[entry.name]}" for host in hosts if entry.name in host.refuses
+    ]
+    if not offering and refused:
+        return Obstacle("; ".join(refused), FAILED_RETRY_S)
     if not offering:
         return Obstacle(
             f"none of the {len(hosts)} hosts offers '{entry.source}': a host offers the models of its --model flags, "
@@ -46,13 +51,28 @@ def obstacle(models: RingModels, entry: CatalogueEntry) -> Obstacle | None:
     fitting = [host for host in offering if host.offers[entry.name] <= (host.memory_bytes or float("inf"))]
     if not fitting:
         return Obstacle(_too_large(entry, offering), is_size=True)
-    failures = {host.host: each for host in fitting if (each := host.holds(entry.name)) is not None}
-    if len(failures) == len({host.host for host in fitting}):
+    free = [host for host in fitting if not _is_pinned_full(models, host, entry)]
+    if not free:
+        names = ", ".join(sorted({host.host for host in fitting}))
+        return Obstacle(f"pinned models leave no room for it on {names}: unpin one")
+    failures = {host.host: each for host in free if (each := host.holds(entry.name)) is not None}
+    if len(failures) == len({host.host for host in free}):
         reasons = "; ".join(
             f"on {name} loading failed: {each.why or 'no reason given'}" for name, each in failures.items()
         )
         return Obstacle(reasons, FAILED_RETRY_S)
     return None
+
+
+def _is_pinned_full(models: RingModels, host: HostStatus, entry: CatalogueEntry) -> bool:
+    """True if what a host never unloads leaves too little for a model; of a pinned one, one copy stays."""
+    pinned = [
+        held for held in host.held if held.state == "ready" and (own := models.entries.get(held.name)) and own.pinned
+    ]
+    stays = [held for held in pinned if all(other.id >= host.id for other, _ in models.holding(held.name))]
+    taken = sum(held.need_bytes for held in stays)
+    lacks = bool(host.memory_bytes) and host.memory_bytes - taken < host.offers[entry.name]
+    return bool(stays) and (lacks or len(stays) == host.most_models)
 
 
 def _too_large(entry: CatalogueEntry, offering: list[HostStatus]) -> str:

@@ -42,7 +42,6 @@ from tests.waiting import wait_until
 PROMPTS = [tuple(range(3 + at, 35 + at)) for at in range(4)]
 ROW_TOKENS = 1500  # of the row that is watched
 OTHER_NORM = "model.norm.weight"  # is rolled, so that models of one shape write different texts
-CALM_S = 1.0
 
 
 def copies(model: Path, folder: Path, count: int) -> list[Path]:
@@ -135,7 +134,7 @@ class Models:
 async def switches(url: str, models: Sequence[Path], count: int, pause_s: float, flags: Sequence[str]) -> None:
     """A host that holds one model at a time, and is asked for each of them in turn."""
     names = [model.name for model in models]
-    ratios, loads, memory = [], [], []
+    ratios, loads, memory, before, after, warm = [], [], [], [], [], []
     redis = connect(url)
     ring = Models(redis)
     with host(url, models, "switching", "--max-loaded-models", "1", *flags) as process:
@@ -146,14 +145,20 @@ async def switches(url: str, models: Sequence[Path], count: int, pause_s: float,
                 model = names[(at + 1) % len(names)]
                 await asyncio.sleep(pause_s)  # until there is a spare again
                 memory.append(sum(map(footprint, [process.popen.pid, *children(process.popen.pid)])))
+                asked_ms = time.time_ns() / 1e6
                 cold_s, _ = await ring.call(model, 1)
                 held = await ring.until_ready(model)
+                before.append((held.since_ms - asked_ms) / 1000 - held.load_s)
+                after.append(cold_s - before[-1] - held.load_s)
                 warm_s = median([(await ring.call(model, 1))[0] for _ in range(3)])
+                warm.append(warm_s)
                 loads.append(held.load_s)
                 ratios.append(cold_s / (held.load_s + warm_s))
     await redis.aclose()
     print(f"{count} switches: a load takes {median(loads):.2f} s (median)")
     print(f"cold first token / (load + warm first token): {median(ratios):.3f} (median), {max(ratios):.3f} (most)")
+    parts = (("the look and the other model's end", before), ("from ready to the token", after), ("warm token", warm))
+    print("; ".join(f"{what} {median(each):.2f} s" for what, each in parts), "(medians)")
     first, last = (median(part) / 1e6 for part in (memory[: len(names)], memory[-len(names) :]))
     print(f"memory of the host and its workers: {first:.0f} MB, after all switches {last:.0f} MB: {last / first:.3f}")
 

@@ -111,6 +111,12 @@ class Demand:
             for _ in range(self.random.randint(sequences // 2, sequences * 3 // 2)):
                 self.requests.append(Request(at, model, "batch", self._tokens(250), 300, deadline))
 
+    def hurry(self) -> None:
+        """Give interactive requests deadlines of 5 to 60 s."""
+        for request in self.requests:
+            if request.kind == "interactive":
+                request.deadline_ms = request.at_ms + self.random.uniform(5_000, 60_000)
+
     def done(self) -> list[Request]:
         return sorted((each for each in self.requests if each.at_ms < self.end_ms), key=lambda each: each.at_ms)
 
@@ -129,6 +135,14 @@ def mixed(demand: Demand) -> None:
     demand.jobs(6, 150)
 
 
+def hurried(demand: Demand) -> None:
+    """Bursts and chats of which each has to begin by its own deadline, and jobs."""
+    demand.chats(0.4)
+    demand.bursts(0.5)
+    demand.jobs(8, 100)
+    demand.hurry()
+
+
 SCENARIOS: dict[str, Callable[[Demand], None]] = {
     "zipf": lambda demand: demand.chats(0.8),
     "day": lambda demand: demand.day(1.6),
@@ -137,6 +151,7 @@ SCENARIOS: dict[str, Callable[[Demand], None]] = {
     "recorded": lambda demand: demand.recorded(round(6 * demand.end_ms / 60_000)),
     "jobs": lambda demand: demand.jobs(16, 150),
     "mixed": mixed,
+    "deadlines": hurried,
 }
 ABLATIONS = {
     "all rules": PlacementRules(),
@@ -160,7 +175,7 @@ class Outcome:
 def in_time(request: Request, end_ms: float) -> bool:
     """True for a sequence that counts as served."""
     if request.kind == "interactive":
-        return request.began_ms - request.at_ms <= SLO_MS
+        return request.began_ms <= min(request.at_ms + SLO_MS, request.deadline_ms)
     return request.ended_ms <= min(request.deadline_ms, end_ms)
 
 

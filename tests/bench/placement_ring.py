@@ -273,7 +273,7 @@ class Ring:
                 {kind: len(queue) for kind, queue in waiting.items()},
                 {kind: count for kind, count in self._running.get(name, {}).items() if count},
                 {kind: round(self.now - queue[0].at_ms) for kind, queue in waiting.items()},
-                deadline_ms=_earliest(waiting.values()),
+                deadline_ms=_earliest(waiting.values(), self.now),
             )
         return found
 
@@ -472,7 +472,8 @@ class Ring:
                 self.at(self.now + END_MS, lambda child=child: self._gone(child))  # type: ignore[misc]
 
 
-def _earliest(queues: Iterable[deque[Request]]) -> int:
-    """The earliest deadline among the first sequences of some queues, Unix ms; 0: none."""
-    found = min((each.deadline_ms for queue in queues for each in itertools.islice(queue, 100)), default=math.inf)
+def _earliest(queues: Iterable[deque[Request]], now_ms: float) -> int:
+    """The earliest deadline to come among the first sequences of some queues, Unix ms; 0: none."""
+    waiting = (each.deadline_ms for queue in queues for each in itertools.islice(queue, 100))
+    found = min((each for each in waiting if each > now_ms), default=math.inf)
     return 0 if found == math.inf else round(found)

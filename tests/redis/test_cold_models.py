@@ -56,6 +56,14 @@ class Host:
         held = HeldModel(MODEL, state, progress, need_bytes=GIB, why=why)
         await self.store.beat(structs.replace(self._status, held=(held,)))
 
+    async def refuses(self, why: str) -> None:
+        """It has found its files to be damaged."""
+        await self.store.beat(structs.replace(self._status, offers={}, refuses={MODEL: why}))
+
+    async def pins(self, name: str, need: int) -> None:
+        """It holds a pinned model of so many bytes."""
+        await self.store.beat(structs.replace(self._status, held=(HeldModel(name, "ready", need_bytes=need),)))
+
     async def wait_for(self, waiting: int) -> None:
         """Return once so many sequences wait for the model."""
 
@@ -169,6 +177,29 @@ async def test_who_asks_hears_that_no_host_has_a_model(host: Host, redis: Redis,
     assert "a group of 2 processes serves it" in error_of(await server.post("/v1/chat/completions", CHAT))[1]
     status, message = error_of(await server.post("/v1/chat/completions", {**CHAT, "model": "nothing"}))
     assert status == 404 and "served: scripted" in message
+
+
+async def test_a_model_for_which_pinned_ones_leave_no_room_is_refused(host: Host, redis: Redis, server: Api) -> None:
+    await host.offers()
+    await host.store.put(CatalogueEntry("pinned", "models/pinned", pinned=True))
+    await host.pins("pinned", 7 * GIB)
+    answering = asyncio.create_task(server.http.post("/v1/chat/completions", json=CHAT))
+    await host.wait_for(1)
+    await host.pins("pinned", 7 * GIB + 1)
+    assert error_of(await answering)[1].endswith("pinned models leave no room for it on mini: unpin one")
+    assert (await server.http.post("/v1/chat/completions", json=CHAT)).status_code == 503
+
+
+async def test_who_asks_hears_what_is_wrong_with_the_files(host: Host, server: Api) -> None:
+    await host.offers()
+    await host.refuses("no whole safetensors file")
+    answer = await server.http.post("/v1/chat/completions", json=CHAT)
+    assert error_of(answer) == (
+        503,
+        f"model '{MODEL}' is not loaded, and no host can load it: mini cannot load it: no whole safetensors file",
+    )
+    listed, *_ = (await server.http.get("/v1/models")).json()["data"]
+    assert listed["state"] == "unavailable" and "no whole" in listed["catalogue"]["why"]
 
 
 async def test_a_new_model_is_ordered_before_its_tokenizer_is_known(host: Host, server: Api) -> None:

@@ -201,8 +201,39 @@ async def test_models_of_the_catalogue_are_offered_where_their_files_are(
             return status is not None and status.offers == {"a": 2 * GB, "here": 2 * GB, "hub": 0}
 
         await wait_until(offered)
+        refused: dict[str, str] = {}
+
+        async def says_why() -> bool:
+            status = await ring.status()
+            refused.update({} if status is None else status.refuses)
+            return set(refused) == {"closed", "elsewhere", "linked", "wrong", "others"}
+
+        await wait_until(says_why)
+        assert "--catalogue-folders" in refused["closed"] and refused["closed"] == refused["elsewhere"]
+        assert refused["wrong"] == "no config.json" and "0" * 64 in refused["others"]
         await store.remove("a")
         await wait_until(ring.becomes())
+
+
+async def test_a_host_sees_when_a_folder_is_gone_or_mended(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    store, broken, gone = CatalogueStore(redis), model(tmp_path, "broken", why="half a file"), model(tmp_path, "gone")
+    own = {"from_catalogue": True, "catalogue_folders": [tmp_path]}
+    async with hosting(redis, redis_url, model(tmp_path, "a"), gone, **own) as ring:
+        await wait_until(ring.becomes(a="ready"))
+        await store.put(CatalogueEntry("broken", str(broken)))
+
+        async def refused(*names: str) -> bool:
+            status = await ring.status()
+            return status is not None and sorted(status.refuses) == sorted(names)
+
+        await wait_until(lambda: refused("broken"))
+        gone.rename(tmp_path / "elsewhere")
+        await wait_until(lambda: refused("broken", "gone"))
+        await ring.ask("gone")
+        (broken / "answer.json").write_bytes((tmp_path / "elsewhere" / "answer.json").read_bytes())
+        await wait_until(lambda: refused("gone"))
+        (tmp_path / "elsewhere").rename(gone)
+        await wait_until(ring.becomes(gone="ready"))
 
 
 async def test_a_host_offers_its_models_again_to_a_redis_that_has_lost_them(

@@ -31,10 +31,12 @@ def host(name: str, *held: HeldModel, memory: int = 10, left: dict[str, float] |
 
 
 def asked(
-    name: str, kind: SequenceClass = "interactive", *, waits_s: float | None = None, runs: int = 0
+    name: str, kind: SequenceClass = "interactive", *, waits_s: float | None = None, runs: int = 0, left_s: float = 0
 ) -> ModelDemand:
+    """`left_s`: until the earliest deadline of those that wait."""
     waiting: dict[SequenceClass, int] = {} if waits_s is None else {kind: 1}
-    return ModelDemand(name, waiting, {kind: runs}, {kind: round(1000 * (waits_s or 0))})
+    deadline = NOW + round(1000 * left_s) if left_s else 0
+    return ModelDemand(name, waiting, {kind: runs}, {kind: round(1000 * (waits_s or 0))}, deadline)
 
 
 def ring(*hosts: HostStatus, loading: dict[str, str] | None = None, **changes: dict[str, object]) -> RingModels:
@@ -70,6 +72,23 @@ def test_batch_demand_waits_for_its_turn_and_then_evicts_a_busy_model() -> None:
     assert loads(models, asked("a", runs=2), asked("b", "batch", waits_s=120)) == [("x", "b", ("a",))]
     had_it = ring(host("x", ready("a"), left={"b": 100}))
     assert loads(had_it, asked("a", runs=2), asked("b", "batch", waits_s=5000)) == []
+
+
+def test_of_two_due_models_the_one_whose_deadline_is_nearer_is_loaded_first() -> None:
+    models = ring(host("x", left={"b": 100, "c": 100}))  # a load takes 10 s
+    first, second = asked("b", waits_s=5), asked("c", waits_s=1, left_s=20)
+    assert loads(models, first, second) == [("x", "c", ())]
+    assert loads(models, first, asked("c", waits_s=1, left_s=9)) == [("x", "b", ())], "that one cannot be met"
+    priority = ring(host("x", left={"b": 100, "c": 100}), b={"priority": 1})
+    assert loads(priority, first, second) == [("x", "b", ())]
+
+
+def test_batch_with_a_deadline_takes_an_idle_models_memory_in_time_and_no_interactive_ones() -> None:
+    models = ring(host("x", ready("a", idle_s=5), left={"b": 100}))
+    assert loads(models, asked("b", "batch", waits_s=1, left_s=45)) == []
+    assert loads(models, asked("b", "batch", waits_s=1, left_s=39)) == [("x", "b", ("a",))]
+    assert loads(models, asked("b", "batch", waits_s=1, left_s=39), asked("a", runs=1)) == []
+    assert loads(models, asked("b", "batch", waits_s=1, left_s=39), asked("a", "batch", runs=1)) == [("x", "b", ("a",))]
 
 
 def test_what_is_loaded_elsewhere_is_loaded_again_only_for_a_long_queue() -> None:

@@ -40,6 +40,7 @@ Command = tuple[Callable[[EngineParts], None], Order | None]  # what to do here,
 
 REHEARSE = Rehearse()
 DEADLINE_CHECK_S = 0.05  # while all rows wait for adapters
+CALM_S = 1.0  # without work, until a piece of the warm-up comes: a model is often loaded for a request that waits
 
 
 class EngineThread:
@@ -74,6 +75,7 @@ class EngineThread:
         self._turn_began: float | None = None  # monotonic; None while there is nothing to do
         self._stats = EngineStats()
         self._warms_up = True
+        self._worked = 0.0  # monotonic, when there was something to do, or the model was loaded
         self._thread: threading.Thread | None = None
 
     def start(self) -> LoadedModel:
@@ -217,7 +219,7 @@ class EngineThread:
             self._lead.ready(loaded)
         self._slots = parts.slots
         self._warms_up = not warm_up.is_over
-        self._stats = engine.stats()
+        self._stats, self._worked = engine.stats(), time.monotonic()
         ready.set_result(loaded)
         in_order = False
         try:
@@ -250,10 +252,14 @@ class EngineThread:
         engine, warm_up = parts.engine, parts.warm_up
         with self._wake:
             idles = not self._commands and engine.is_idle
-            rehearses = not warm_up.is_over and (idles or (engine.decoding and warm_up.is_due))
+            if not idles:
+                self._worked = time.monotonic()
+            calm_in = self._worked + CALM_S - time.monotonic()
+            rehearses = not warm_up.is_over and (calm_in <= 0 if idles else engine.decoding and warm_up.is_due)
             if not (self._commands or self._stopping or engine.busy or rehearses or self._guests.waits(engine.is_idle)):
                 self._turn_began = None
-                self._wake.wait(DEADLINE_CHECK_S if engine.has_rows else None)
+                warms_up_in = max(0.0, calm_in) if idles and not warm_up.is_over else None
+                self._wake.wait(DEADLINE_CHECK_S if engine.has_rows else warms_up_in)
             self._turn_began = None if idles and rehearses else time.monotonic()
             if self._stopping:
                 return False

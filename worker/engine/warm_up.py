@@ -59,6 +59,7 @@ PIECE_S = 0.05  # of a forward of prompts between two decode steps, on CUDA
 SLOW_PIECE_S = 0.25  # elsewhere: a CPU's decode step takes as long; a Mac feeds a 4B model too few tokens in less
 CHUNKS = (256, 16_384)  # fewest and most tokens of prompts at once
 CPU_CHUNKS = (64, 512)
+PROBE = 4  # tokens, first on a CPU: of a model that takes long for these no more are tried
 METAL_CHUNKS = (256, 2048)
 METAL_ALONE = (1024, 2048)  # while nothing decodes: fewer waste a forward, and more gain nothing
 METAL_FUSED_HEADS = frozenset({64, 80, 128})  # whose attention of prompts keeps no scores there
@@ -165,7 +166,9 @@ class WarmUp:
         forward = timed_forward(self._loaded, self._adapters)
         if measures:
             bounds = CHUNKS if _compiles() else CPU_CHUNKS
-            chunk = yield from largest_chunk(forward, *bounds, bound_s)
+            chunk = bounds[0]
+            if _compiles() or (yield from forward(1, PROBE)) <= bound_s:
+                chunk = yield from largest_chunk(forward, *bounds, bound_s)
         if _compiles():
             width = isqrt(config.prefill_area or 0)
             if width == FIRST_WIDTH:  # not measured before

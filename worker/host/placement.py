@@ -81,14 +81,17 @@ class Want:
     since_ms: int  # it waits since then
     overdue: bool  # anything but a pinned model gives way, after its hold
     due: bool  # idle models give way at once; otherwise only those that are idle for long
+    by_ms: int = 0  # its load should begin by then: its turn, or earlier, so that a deadline can be met
+    is_batch: bool = False  # only batch sequences wait: no interactive ones give way before it is overdue
     priority: int = 0
     host: str = ""  # the only one that may load it; "": any
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """Sort key: overdue ones by age, then due ones by priority and age, then the others."""
-        stage = 0 if self.overdue else 1 if self.due else 2
-        return (stage, 0 if self.overdue else -self.priority, self.since_ms, self.model)
+        """Sort key: overdue ones by age, then due ones by priority and the time left, then the others."""
+        if self.overdue:
+            return (0, 0, self.since_ms, self.model)
+        return (1 if self.due else 2, -self.priority, self.by_ms, self.model)
 
 
 @dataclass
@@ -161,8 +164,10 @@ class _Planner:
 
     def _load_s(self, model: str, host: HostStatus) -> float:
         """Seconds that a load takes: as measured here, else as measured elsewhere, else by its size."""
-        if (past := host.past.get(model)) is not None and past.load_s > 0:
-            return past.load_s
+        past = host.past.get(model)
+        return past.load_s if past is not None and past.load_s > 0 else self._usual_load_s(model)
+
+    def _usual_load_s(self, model: str) -> float:
         measured = self._measured.get(model, 0.0)
         entry = self._models.entries.get(model)
         return max(LEAST_LOAD_S, measured or (entry.size_bytes / BYTES_PER_S if entry else 0.0))
@@ -212,9 +217,14 @@ class _Planner:
         turn_ms = round(1000 * self._rules.batch_turn_s)
         oldest = min(since.values())
         overdue = self._now - oldest >= turn_ms
-        is_interactive = "interactive" in since
+        is_batch = "interactive" not in since
+        load_ms = round(1000 * self._usual_load_s(entry.name))
+        latest, by_ms = asked.deadline_ms - load_ms, oldest + turn_ms
+        if latest >= self._now:  # the deadline can still be met
+            by_ms = min(by_ms, latest)
+        due = overdue or not is_batch or by_ms - self._now <= min(turn_ms, self._rules.hold * load_ms)
         why = f"{asked.waits('interactive')} interactive and {asked.waits('batch')} batch sequences wait"
-        return Want(entry.name, why, oldest, overdue, due=overdue or is_interactive, priority=entry.priority)
+        return Want(entry.name, why, oldest, overdue, due, by_ms, is_batch, entry.priority)
 
     def _copy_of(self, entry: CatalogueEntry, asked: ModelDemand) -> Iterator[Want]:
         """A further copy, where the oldest sequence has waited for longer than a load takes."""
@@ -227,7 +237,9 @@ class _Planner:
         waited_ms = min(waited_ms, ready_ms)  # the newest copy has had as long to shorten the queue
         if waited_ms >= 1000 * load_s:
             why = f"a copy, since sequences wait {waited_ms / 1000:.0f} s"
-            yield Want(entry.name, why, self._now - waited_ms, overdue=False, due=False, priority=entry.priority)
+            since = self._now - waited_ms
+            by_ms = since + round(1000 * self._rules.batch_turn_s)
+            yield Want(entry.name, why, since, overdue=False, due=False, by_ms=by_ms, priority=entry.priority)
 
     # -- where
 
@@ -323,7 +335,9 @@ class _Planner:
         if not want.due or _age_ms(host, held.since_ms) < self._hold_ms(want, host, held):
             return False
         entry = self._models.entries.get(held.name)
-        return want.overdue or busy == BATCH or entry is None or entry.priority <= want.priority
+        if want.overdue or busy == BATCH or entry is None:
+            return True
+        return not want.is_batch and entry.priority <= want.priority
 
     def _hold_ms(self, want: Want, host: HostStatus, held: HeldModel) -> int:
         """Time that a busy model stays, even where its load took minutes on a machine with much else to do."""

@@ -99,6 +99,7 @@ class HostProcess:
         self._given = [_entry_of(source) for source in settings.given_models]
         self._held: dict[str, Held] = {}
         self._described: dict[str, tuple[CatalogueEntry, Described | str]] = {}  # by name, or why not
+        self._looked_at: dict[str, int] = {}  # last change of the files, by model
         self._past: dict[str, PastModel] = {}
         self._spare: WorkerChild | None = None
         self._room_bytes = 0
@@ -214,18 +215,33 @@ class HostProcess:
 
     def _needs(self, models: RingModels) -> dict[str, int]:
         """Models that this host could load, and the memory that each takes here; 0: not known."""
-        given = {entry.name for entry in self._given}
         needs = {}
-        for name, entry in models.entries.items():
-            described = self._known(name)
-            if entry.ranks > 1 or not (name in given or self._settings.from_catalogue):
+        for entry in self._meant(models):
+            described = self._known(entry.name)
+            if (described is None and not _may_be_fetched(entry.source)) or self._refusal(entry):
                 continue
-            if described is None and (name in self._described or not _may_be_fetched(entry.source)):
-                continue
-            if described is not None and entry.sha256 not in ("", described.card.base_sha256):
-                continue  # of its name, with other weights
-            needs[name] = 0 if described is None else described.need_bytes
+            needs[entry.name] = 0 if described is None else described.need_bytes
         return needs
+
+    def _meant(self, models: RingModels) -> list[CatalogueEntry]:
+        """Models of the catalogue that this host is to load if it can."""
+        given = {entry.name for entry in self._given}
+        return [
+            entry
+            for entry in models.entries.values()
+            if entry.ranks == 1 and (entry.name in given or self._settings.from_catalogue)
+        ]
+
+    def _refusal(self, entry: CatalogueEntry) -> str:
+        """What is wrong with the files that this host has of a model; "" if nothing is, or if it has none."""
+        _, described = self._described.get(entry.name, (None, ""))
+        if isinstance(described, str):
+            return described
+        if entry.sha256 not in ("", described.card.base_sha256):
+            return f"its files have the hash {described.card.base_sha256}, and the catalogue asks for {entry.sha256}"
+        if not is_hub_name(entry.source) and not _is_here(entry.source):
+            return f"'{entry.source}' is there no longer"
+        return ""
 
     async def _look_at_new(self, models: RingModels) -> None:
         """Describe what the catalogue has got since the last look, or has otherwise than before."""
@@ -235,8 +251,11 @@ class HostProcess:
         for entry in models.entries.values():
             before, _ = self._described.get(entry.name, (None, None))
             same = before is not None and (before.source, before.options) == (entry.source, entry.options)
+            if same and self._known(entry.name) is None:  # refused: looked at again when its files have changed
+                same = self._looked_at.get(entry.name) == _last_change(entry.source)
             if entry.ranks > 1 or same or entry.name in self._held:
                 continue
+            self._looked_at[entry.name] = _last_change(entry.source)  # first: they may change meanwhile
             if not self._may_open(entry):
                 why = "its folder is in none of this host's --catalogue-folders"
                 self._described[entry.name] = (entry, why)
@@ -249,6 +268,7 @@ class HostProcess:
                 await self._offer(entry)
         for name in set(self._described) - set(models.entries):
             del self._described[name]
+            self._looked_at.pop(name, None)
 
     def _may_open(self, entry: CatalogueEntry) -> bool:
         """True unless a catalogue's entry names a file of this machine that its operator has not opened to it."""
@@ -507,6 +527,7 @@ class HostProcess:
             free_bytes=self._room_bytes - taken,
             most_models=self._settings.max_loaded_models,
             offers=self._needs(models),
+            refuses={entry.name: why for entry in self._meant(models) if (why := self._refusal(entry))},
             held=tuple(held.status for held in self._held.values()),
             draining=self._draining,
             past=self._past,
@@ -533,6 +554,15 @@ def _is_here(source: str) -> bool:
         return Path(source).expanduser().exists()
     fetched = hub_folder(source)
     return (fetched / "refs" / "main").exists() and not any(fetched.glob("blobs/*.incomplete"))
+
+
+def _last_change(source: str) -> int:
+    """When a model's folder or a file in it was last changed, ns of Unix time; 0: it is not here."""
+    path = Path(source).expanduser()
+    try:
+        return max(each.stat().st_mtime_ns for each in (path, *path.glob("*")))
+    except OSError:
+        return 0
 
 
 def _may_be_fetched(source: str) -> bool:
