@@ -173,6 +173,7 @@ SMALLEST = {
     "images": Smallest(
         "--rows 2 --tokens 4 --rounds 1", {"SHAPES": {"small": SEEING}, "MANY": 4, "TEXTS": 2, "TEXT_TOKENS": 2}
     ),
+    "invariance": Smallest("--rows 2 --prompt 16 --tokens 4 --rounds 1", SHAPES),
     "kv_bits": Smallest("--rows 2 --context 16 --rounds 1", {**SHAPES, "STEPS": 2}),
     "learners": Smallest("--learners 2 --rows 1 --length 8 --rank 2 --passes 1 --rounds 1", SHAPES),
     "memory": Smallest("--requests 160"),

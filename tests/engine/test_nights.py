@@ -100,7 +100,8 @@ def test_a_night_learns_from_turns_after_the_night_whose_candidate_is_served(tmp
     assert begin(tmp_path / "a", latest=3).since_ms == 5
     assert begin(tmp_path / "b", latest=1).since_ms == 0, "nobody has promoted it: its turns teach again"
     made = run_settings(TrainSettings(run_dir=tmp_path), tmp_path / "b", Begun(7, 1, 0))
-    assert (made.start_from, made.folder) == ("policy@1", tmp_path / "b")
+    assert (made.start_from, made.teacher, made.folder) == ("policy@1", "policy@1", tmp_path / "b")
+    assert run_settings(TrainSettings(), tmp_path, Begun(7, 0)).teacher == "tiny"
     assert (tmp_path / "b" / BEGUN).is_file()
 
 
@@ -108,7 +109,7 @@ def test_a_nights_settings_are_the_recipes_where_none_are_given(tmp_path: Path) 
     given = tmp_path / "night.yaml"
     given.write_text("steps: 7\n")
     made = night_settings(["--config", str(given), "--connect-to", "localhost:1", "--model", "models/tiny/"])
-    assert (made.steps, made.prompts_per_step, made.teacher, made.candidate) == (7, 8, "tiny", True)
+    assert (made.steps, made.prompts_per_step, made.teacher, made.candidate) == (7, 8, "", True)
     with pytest.raises(SetupError, match="not by sft"):
         night_settings(["--mode", "sft", "--connect-to", "localhost:1"])
     note_interruption(tmp_path / "nowhere", "no folder, no line")
