@@ -63,6 +63,7 @@ async def _nights(served: Ring, root: Path, seed: int, options: argparse.Namespa
         begun = begin(settings.folder, latest)
         trainer = Process.start("trainer.__main__", *_flags(settings))
         await asyncio.to_thread(trainer.wait)
+        trainer.stop()
         report = report_of(settings, begun, None)
         if report.version:
             await asyncio.to_thread(_promote, served, report.version)

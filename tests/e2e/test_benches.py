@@ -212,6 +212,7 @@ SMALLEST = {
     "court": Smallest("--cost 0.001 --rounds 1 --burst 2 --tokens 4", {"PAUSE_S": 0.0}),
     "replay": Smallest("--sequences 2 --tokens 4"),
     "model_switches": Smallest("--models 1 --switches 1 --pause-s 0 --tokens 0"),
+    "nights": Smallest("--nights 1 --sessions 8 --steps 6 --rehearse 4 --measured-sums 2"),
     "start": Smallest("--starts 1 --warm-s 0"),
     "structured": Smallest("--rounds 1 --model models/tiny", {"ROWS": 2}),
     "traces": Smallest("--rounds 1 --requests 8 --streams 1", {"TOKENS": 4, "CALLS": 10, "sides": sides}),
