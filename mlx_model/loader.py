@@ -213,6 +213,7 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     read = _read(path, config, computes=False)
     bound = _bound(config, _context_length(read[2], config.max_context))
     kv = layout_asked(read[0], config.kv_bits, config.kv_group_size, bound)
+    kv = replace(kv, apart="keys" if config.batch_invariant else None)
     return ModelDescription(
         _card(config, base_sha256(path), read, kv, computes=False),
         read[1],

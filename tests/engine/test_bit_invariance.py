@@ -9,10 +9,11 @@ import mlx.core as mx
 import msgspec
 import pytest
 
+from mlx_model.config import DiskConfig, EngineConfig, check_settings
 from mlx_model.kv import places
 from mlx_model.kv.apart import PLACES
 from mlx_model.kv.layout import layout_of
-from mlx_model.loader import LoadedModel
+from mlx_model.loader import LoadedModel, describe_model, load_model
 from shared.errors import SetupError
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.adapter_bench import AdapterBench, row
@@ -96,6 +97,19 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str, model_of: M
         assert position and bits(second, "own") == expected[position:]
 
 
+def test_kv_from_disk_changes_no_bit(model_of: Model, tmp_path: Path) -> None:
+    loaded, disk = invariant(model_of("gpt_oss")), DiskConfig(str(tmp_path), write_through=True, async_writes=False)
+    own, writer = spec("own", prompt_of(90, seed=3), **DRAWN), bench_of(loaded, disk=disk)
+    writer.submit(spec("other", list(own.prompt_ids[:80])))
+    writer.run()
+    writer.engine.close(keep=True)
+    reader = bench_of(loaded, disk=disk)
+    reader.submit(spec("beside", prompt_of(9)), own)
+    reader.run()
+    assert reader.finish("own").cached_tokens == 64
+    assert bits(reader, "own") == bits(alone(loaded, own), "own")
+
+
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
 def test_scores_are_the_samplers_log_probabilities(name: str, model_of: Model) -> None:
     loaded = invariant(model_of(name), name)
@@ -147,6 +161,14 @@ def test_what_cannot_be_kept_is_refused(llama: LoadedModel) -> None:
     bench.submit(spec("s", [1, 2], return_routed_experts=True))
     bench.run()
     assert "--batch-invariant reports no experts" in str(bench.finish("s").failure)
+
+
+def test_a_card_names_the_flag_before_and_after_loading(llama_folder: Path) -> None:
+    config = EngineConfig(str(llama_folder), max_kv_size=64, batch_invariant=True)
+    name = load_model(config).card.kv
+    assert describe_model(config).card.kv == name and name == "the last 64 positions, batch-invariant"
+    with pytest.raises(SetupError, match="leave it or the ranks out"):
+        check_settings(config)
 
 
 def test_other_adapters_change_no_bit(llama: LoadedModel, tmp_path: Path) -> None:
