@@ -1,6 +1,6 @@
 """A worker process as its host knows it, which loads no model: it does what the folder of its model says.
 
-`answer.json` is the line that describes the model; `serves` is what it does once it is to serve: `ready` (until it is
+`answer.json` is the line that describes the model, unless `deadly` ends the first process that looks; `serves` is what it does once it is to serve: `ready` (until it is
 ended), `refuses`, `dies` (before it is ready), `dies later` (once `serves` says so).
 """
 
@@ -32,6 +32,9 @@ def main() -> None:
             settings = order.get("describe") or order["serve"]
             if "serve" in order:
                 break
+            if (deadly := Path(settings["PARALLM_MODEL"]) / "deadly").exists():
+                deadly.unlink()
+                os._exit(9)
             say((Path(settings["PARALLM_MODEL"]) / "answer.json").read_text())
         else:
             return

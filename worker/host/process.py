@@ -40,6 +40,7 @@ LOOK_S = 0.2  # between two looks at the demand: a request for a cold model wait
 BEAT_S = 1.0
 REGISTER_EVERY_S = 3600.0  # cards and tokenizers, which Redis keeps for a week
 STEADY_S = 60.0  # a worker that ends of itself sooner than that after it was ready is not started again at once
+LOOKS = 3  # at the files of a model, by processes that end amid them
 PATIENCE_S = 10.0  # beyond a worker's grace, until it is killed
 
 
@@ -195,7 +196,11 @@ class HostProcess:
         spare = await self._take_spare()
         try:
             for entry in here:
-                answer = await spare.describe(self._settings_of(entry))
+                for _ in range(LOOKS):
+                    answer = await spare.describe(self._settings_of(entry))
+                    if spare.runs:
+                        break
+                    spare = await WorkerChild.start()  # that one was killed, or the model ends any
                 self._described[entry.name] = (entry, answer.described or answer.why)
                 if answer.why:
                     log.error("host.cannot_offer", model=entry.name, reason=answer.why)
