@@ -128,7 +128,7 @@ async def test_a_host_loads_a_model_whose_files_another_one_has(redis: Redis, re
     async with hosting(redis, redis_url, a, b, **others) as giving:
         await wait_until(giving.becomes(a="ready"))
         own_model = model(tmp_path, "own")
-        async with hosting(redis, redis_url, own_model, **own) as ring:
+        async with hosting(redis, redis_url, own_model, **own, model="") as ring:  # it knows no model yet
             await ring.store.order("load", "b", "taker")
             await wait_until(ring.becomes(b="ready"))
             assert [each[1] for each in starts(mine / sha256_of("b"))] == ["b"]

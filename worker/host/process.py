@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 
 from shared.catalogue import CatalogueEntry, HeldModel, HeldState, HostStatus, PastModel, RingModels
 from shared.errors import ConflictError, InvalidRequestError, SetupError
+from shared.fit.model_fit import Device
 from shared.process.loops import begin, cancel, until_taken
 from shared.process.model_aliases import is_hub_name, short_name
 from shared.process.worker_settings import LINGER_S, WorkerSettings
@@ -549,10 +550,12 @@ class HostProcess:
 
     async def _measure_room(self) -> None:
         pids = [held.child.pid for held in self._held.values() if held.child is not None and held.child.runs]
-        device = next((known.device for name in self._described if (known := self._known(name))), None)
-        if device is not None:
-            limit = self._settings.memory_limit_bytes
-            self._room_bytes = await asyncio.to_thread(machine_room, device, limit, pids)
+        devices = (known.device for name in self._described if (known := self._known(name)))
+        device, limit = (
+            next(devices, Device()),
+            self._settings.memory_limit_bytes,
+        )  # plain memory until a model is known
+        self._room_bytes = await asyncio.to_thread(machine_room, device, limit, pids)
 
     def _status(self, models: RingModels) -> HostStatus:
         taken = sum(held.need_bytes for held in self._held.values() if held.state != "failed")
