@@ -113,17 +113,22 @@ class OutputConfig(RequestModel):
     format: JsonFormat | None = None
 
 
-class ClearThinking(RequestModel):
-    """Claude Code says with it that the thinking of earlier turns stays, which it does anyway."""
+class ContextEdit(HistoryModel):
+    """An edit that would shorten earlier turns: none is made, and the answer's header names it."""
 
-    type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
+    type: str
+    keep: Any = None
+
+    @property
+    def asks_nothing(self) -> bool:
+        """True if the thinking of earlier turns is to stay, as it does: what Claude Code sends."""
+        return self.type == "clear_thinking_20251015" and self.keep == "all"
 
 
 class ContextManagement(RequestModel):
-    """Edits of earlier turns, of which none removes anything so far."""
+    """Edits of earlier turns."""
 
-    edits: list[Annotated[ClearThinking, known_type("clear_thinking_20251015")]] = Field(default_factory=list)
+    edits: list[ContextEdit] = Field(default_factory=list, max_length=64)
 
 
 class PromptedFields(RequestModel):
@@ -197,7 +202,10 @@ class PromptedFields(RequestModel):
 
         `bounded`: reasoning has a bound, for which the template needs no variable.
         """
-        absent = ["mcp_servers"] if self.mcp_servers else []
+        absent = sorted({name for turn in self.messages for name in turn.left_out()})
+        edits = () if self.context_management is None else self.context_management.edits
+        absent += [f"context_management.{edit.type}" for edit in edits if not edit.asks_nothing]
+        absent += ["mcp_servers"] if self.mcp_servers else []
         if self.thinking is None:
             return absent
         nothing_to_switch = self.thinking.type == "disabled" and "think" not in template.lower()

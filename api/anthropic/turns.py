@@ -95,6 +95,56 @@ class ImageBlock(HistoryModel):
 Text = Annotated[list[Annotated[TextBlock, known_type("text")]], BeforeValidator(_parts), _ONE_OR_MANY]
 
 
+class DocumentSource(HistoryModel):
+    """Where a document is, of which only text in the request is read."""
+
+    type: str
+    data: str | None = None
+    content: Text | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The document's text; None for a PDF and for what is not in the request."""
+        if self.type == "content":
+            return "\n".join(part.text for part in self.content or ())
+        return self.data if self.type == "text" else None
+
+
+class DocumentBlock(HistoryModel):
+    """A document. The model sees its title and its text; one that a tool has brought and that is no text, in words."""
+
+    off: ClassVar[Off] = {"citations": ({"enabled": False},)}
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """True if the model sees the document's text."""
+        return self.source.text is not None
+
+    @property
+    def text(self) -> str:
+        """What the model sees in place of the document."""
+        shown = "[a document, which you cannot read]" if self.source.text is None else self.source.text
+        return "\n".join(filter(None, (self.title, self.context, shown)))
+
+
+class LeftOutBlock(HistoryModel):
+    """A call of a tool of another server and what it brought, or its summary of a conversation."""
+
+    type: str
+
+
+LEFT_OUT = (
+    "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
+    "bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result",
+    "mcp_tool_use", "mcp_tool_result", "container_upload", "compaction",
+)  # fmt: skip
+
+
 class ToolReferenceBlock(HistoryModel):
     """A tool that a search for tools has found: from here on the model knows it."""
 
@@ -106,10 +156,11 @@ ResultPart = Annotated[
     Annotated[
         Annotated[TextBlock, Tag("<text>")]
         | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
+        | Annotated[DocumentBlock, Tag("<document>")]
         | Annotated[ImageBlock, Tag("<image>")],
         by_type("text"),
     ],
-    known_type("text", "tool_reference", "image"),
+    known_type("text", "tool_reference", "image", "document"),
 ]
 
 
@@ -138,13 +189,15 @@ Block = Annotated[
     Annotated[
         Annotated[TextBlock, Tag("<text>")]
         | Annotated[ImageBlock, Tag("<image>")]
+        | Annotated[DocumentBlock, Tag("<document>")]
+        | Annotated[LeftOutBlock, Tag("<left-out>")]
         | Annotated[ThinkingBlock, Tag("<thinking>")]
         | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
         | Annotated[ToolUseBlock, Tag("<tool_use>")]
         | Annotated[ToolResultBlock, Tag("<tool_result>")],
-        by_type("text"),
+        by_type("text", dict.fromkeys(LEFT_OUT, "left-out")),
     ],
-    known_type("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    known_type("text", "image", "document", "thinking", "redacted_thinking", "tool_use", "tool_result", *LEFT_OUT),
 ]
 Blocks = Annotated[list[Block], BeforeValidator(_parts), _ONE_OR_MANY]
 
@@ -158,9 +211,22 @@ class MessageTurn(HistoryModel):
     @model_validator(mode="after")
     def _seen_by_the_model(self) -> "MessageTurn":
         for number, block in enumerate(self.content if self.role != "user" else ()):
-            if isinstance(block, ImageBlock):
-                raise complaint(f"content[{number}]", "only a message of role 'user' has images")
+            if isinstance(block, ImageBlock | DocumentBlock):
+                raise complaint(f"content[{number}]", f"only a message of role 'user' has a block '{block.type}'")
+        brought = any(isinstance(block, ToolResultBlock) for block in self.content)  # a client's tool reads any file
+        for number, block in enumerate(self.content):
+            if isinstance(block, DocumentBlock) and not (block.is_read or brought):
+                reason = "only documents of type 'text' and 'content' are read: no PDF, no file, no URL"
+                raise complaint(f"content[{number}].source", reason, unsupported=True)
         return self
+
+    def left_out(self) -> Iterator[str]:
+        """Blocks that the model does not see, under the names that the answer's header uses."""
+        for block in self.content:
+            parts = block.content or () if isinstance(block, ToolResultBlock) else (block,)
+            for part in parts:
+                if isinstance(part, LeftOutBlock) or (isinstance(part, DocumentBlock) and not part.is_read):
+                    yield f"messages.{part.type}"
 
     def in_words(self) -> "MessageTurn":
         """The same with words for the images of tool results; itself without one."""
@@ -217,7 +283,7 @@ class ChatWriter:
         said: list[Part] = []
         brought: list[Part] = []  # images of results, which the user shows after them: those of tools are text alone
         for block in turn.content:
-            if isinstance(block, TextBlock):
+            if isinstance(block, TextBlock | DocumentBlock):
                 said.append(block.text)
             elif isinstance(block, ImageBlock):
                 said.append(block.part())
@@ -240,7 +306,9 @@ class ChatWriter:
 
     def _result(self, block: ToolResultBlock) -> str:
         parts = [part for part in block.content or () if not isinstance(part, ImageBlock)]
-        text = "\n".join(part.text if isinstance(part, TextBlock) else self._definition(part) for part in parts)
+        text = "\n".join(
+            self._definition(part) if isinstance(part, ToolReferenceBlock) else part.text for part in parts
+        )
         return f"Error: {text}" if block.is_error else text
 
     def _definition(self, found: ToolReferenceBlock) -> str:

@@ -173,6 +173,7 @@ async def _valid(model: type[M], line: BatchLine) -> M:
 async def _plan_chat(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(ChatCompletionRequest, line)
     _check_sampled(body, body.top_logprobs)
+    body, _ = chat.seen_by(body, target.served.card)
     images = await images_of(ring, target.served.card, body.messages, keep)
     prepared = await chat.prepare(target.served.codec, body, ring.settings, images=images)
     return _planned_inputs(line, await plan(ring, body, target, prepared))

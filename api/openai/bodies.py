@@ -142,11 +142,13 @@ class ChatMessage(HistoryModel):
     def _complete(self) -> "ChatMessage":
         said_otherwise = self.role == "assistant" and (self.tool_calls or self.reasoning_content)
         if self.content is None and not said_otherwise:
-            raise complaint("content", f"a message of role '{self.role}' needs 'content'")
+            if self.role not in ("assistant", "tool"):
+                raise complaint("content", f"a message of role '{self.role}' needs 'content'")
+            self.content = ""  # an answer that was stopped before its first word, a tool that brought nothing
         if self.tool_calls and self.role != "assistant":
             raise complaint("tool_calls", "only a message of role 'assistant' has tool calls")
-        if self.role != "user" and self.has_images:
-            raise complaint("content", "only a message of role 'user' has images")
+        if self.role not in ("user", "tool") and self.has_images:
+            raise complaint("content", "only a message of role 'user' or 'tool' has images")
         self.tool_calls = self.tool_calls or None  # some templates ask whether there are any by asking for the field
         return self
 

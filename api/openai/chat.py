@@ -12,6 +12,7 @@ from api.generation.plan import PreparedRequest, encoded, plan
 from api.generation.structured import grammar_of_format, grammar_of_outputs
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
+from api.http.content import MessagePart
 from api.http.errors import error_responses
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
 from api.openai.conversations import conversation, plain
@@ -42,11 +43,39 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     target = await target_of(ring, body, request, split=True)
     ring = target.ring
     codec = target.served.codec
+    body, unseen = seen_by(body, target.served.card)
     images = await images_of(ring, target.served.card, body.messages)
     prepared = await prepare(codec, body, ring.settings, images=images)
     planned = await plan(ring, body, target, prepared)
     response = await reply(ring, codec, planned, bool(body.stream))
-    return with_unused(response, unused_hints(body, codec))
+    return with_unused(response, [*unseen, *unused_hints(body, codec)])
+
+
+def seen_by(body: ChatCompletionRequest, card: ModelCard) -> tuple[ChatCompletionRequest, list[str]]:
+    """A chat as the model sees it, and what of it the model does not see, for the answer's header.
+
+    Images that tools have brought are shown by the user after the results, since templates know no others; where the
+    model sees none, words stand for them.
+    """
+    if not any(message.role == "tool" and message.has_images for message in body.messages):
+        return body, []
+    shown: list[ChatMessage] = []
+    brought: list[MessagePart] = []
+    for message in body.messages:
+        if brought and message.role != "tool":
+            shown.append(ChatMessage(role="user", content=brought))
+            brought = []
+        if message.role == "tool" and isinstance(message.content, list):
+            parts = [part if part.type == "text" or card.vision is not None else _UNSEEN for part in message.content]
+            brought = brought + [part for part in parts if part.type != "text"]
+            message = message.model_copy(update={"content": [part for part in parts if part.type == "text"]})
+        shown.append(message)
+    if brought:
+        shown.append(ChatMessage(role="user", content=brought))
+    return body.model_copy(update={"messages": shown}), [] if card.vision is not None else ["messages.tool.image"]
+
+
+_UNSEEN = MessagePart(type="text", text="[an image, which you cannot see]")
 
 
 async def prepare(

@@ -224,11 +224,14 @@ def test_a_batch_takes_the_form_that_pays_and_leaves_it(llama: LoadedModel, monk
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
 def test_drafts_are_checked_behind_a_beginning(name: str, llama: LoadedModel, model_of: Model) -> None:
     loaded = llama if name == "llama" else model_of(name)
-    plain = Bench(loaded)
-    rows = predicted(plain, *group("a", prompt_of(40), 4, max_tokens=30))
+    plain, prompt = Bench(loaded), prompt_of(70)
+    groups = [*group("a", prompt, 2, max_tokens=30), *group("b", [*prompt[:64], *prompt_of(9, 1)], 2, max_tokens=30)]
+    rows = predicted(plain, *groups)
     rows[1] = half_right(rows[1])
     bench = Bench(loaded, share_prompts="always", speculation=ALWAYS)
     bench.submit(*rows)
+    bench.until(lambda: bench.engine.batch.decoding == len(rows))
+    assert stored(bench) == [5, 8, 64]
     bench.run()
     assert bench.engine.stats().speculation.accepted > 30
     assert [bench.tokens(each.id) for each in rows] == [plain.tokens(each.id) for each in rows]
@@ -242,7 +245,9 @@ def half_right(each: SequenceSpec) -> SequenceSpec:
 
 def test_an_answer_behind_a_shared_prompt_is_found_again(llama: LoadedModel) -> None:
     bench, prompt = bench_of(llama, share_prompts="always"), prompt_of(70)
-    bench.submit(*group("a", prompt, 3, max_tokens=40))
+    bench.submit(*group("a", prompt, 3, max_tokens=40), *group("b", [*prompt[:64], 7, 8], 2, max_tokens=40))
+    bench.until(lambda: bench.engine.batch.decoding == 5)
+    assert stored(bench) == [1, 5, 64]
     bench.run()
     second = spec("second", [*prompt, *bench.tokens("a1"), *prompt_of(5, 1)])
     bench.submit(second)
@@ -252,11 +257,17 @@ def test_an_answer_behind_a_shared_prompt_is_found_again(llama: LoadedModel) -> 
 
 
 def test_equal_prompts_of_other_versions_share_nothing(llama: LoadedModel, tmp_path: Path) -> None:
-    """Of `a@1`, `b@1` and the base, and of rows of `a` from before and after a hot load."""
+    """And begin alike with none: of `a@1`, `b@1` and the base, and of `a` from before and after a hot load."""
     with AdapterBench(llama, make_versions(llama, tmp_path), share_prompts="always", max_rows=16) as bench:
-        prompt = prompt_of(40)
+        prompt = prompt_of(70)
         rows = [
-            row(f"s{at}", prompt, of, max_tokens=40, adapter_policy="follow" if of == "a" else "pin")
+            row(
+                f"s{at}",
+                [*prompt, *[at] * (at // 3)],
+                of,
+                max_tokens=40,
+                adapter_policy="follow" if of == "a" else "pin",
+            )
             for at, of in enumerate(["", "a", "b@1", "a", "b@1", ""])
         ]
         bench.run_amid_a_hot_load(rows)
@@ -380,12 +391,13 @@ class Both:
         self.caches["shared"], self.padding["shared"] = shared(caches, self.chains, padding, self.form)
 
     def divide(self) -> None:
-        """The last beginning of each row, after its first position."""
+        """The last beginning of each row, after its first and after its second position."""
         self.groups += 1
         for at, chain in enumerate(self.chains):
             key, length = chain[-1] if chain else ("", 0)
-            if length > 1:
-                self.chains[at] = [*chain[:-1], ((self.groups, key), 1), (key, length - 1)]
+            if length > 2:
+                parts = [((self.groups, key, part), 1) for part in range(2)]
+                self.chains[at] = [*chain[:-1], *parts, (key, length - 2)]
         divide(self.caches["shared"], self.chains)
 
     def _end_apart(self, form: str) -> None:

@@ -219,6 +219,7 @@ async def test_a_chat_may_have_to_call_a_tool_that_takes_any_text(server: Api, w
 
 HOSTED, NAMED = {"type": "web_search", "name": "search"}, {"type": "function", "function": {"name": "list_files"}}
 SAID = {"messages": [{"role": "user", "content": "list"}]}
+BROUGHT = {"role": "tool", "tool_call_id": "c", "content": "text"}
 PROTOCOLS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[Any]]] = {  # path, body, an own tool, choices
     "chats": (
         "/v1/chat/completions", SAID, NAMED,
@@ -293,6 +294,43 @@ async def test_an_image_in_a_tool_s_result_is_named_in_messages_too(server: Api,
     assert counted.json()["input_tokens"] == answer.json()["usage"]["input_tokens"]
     refused = await server.post("/v1/messages", {**body, "messages": [{"role": "user", "content": [image]}]})
     assert refused.status_code == 400, "what the user shows is asked about"
+
+
+async def test_an_image_in_a_tool_s_result_is_named_in_chats_too(server: Api, worker: ScriptedWorker) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0K"}}
+    result = {**BROUGHT, "content": [{"type": "text", "text": "a.png:"}, image]}
+    turns = [*SAID["messages"], calling(), result]
+    answer = await server.post("/v1/chat/completions", {"messages": turns})
+    assert answer.status_code == 200 and answer.headers[UNUSED_HEADER] == "messages.tool.image"
+    assert "a.png:[an image, which you cannot see]" in prompt(worker)
+
+
+def calling(arguments: str = "{}") -> dict[str, Any]:
+    """A turn that calls a function."""
+    call = {"id": "c", "type": "function", "function": {"name": "read_file", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+STOPPED: dict[str, list[dict[str, Any]]] = {  # what agents send back of an answer that was stopped, and of odd tools
+    "before its first word": [{"role": "assistant", "content": None, "tool_calls": None}],
+    "without a word": [{"role": "assistant"}],
+    "in the middle of a call": [calling("{")],
+    "before the call's result": [calling()],
+    "a tool without a result": [calling(), {**BROUGHT, "content": None}],
+    "a result without a call": [BROUGHT],
+    "two results": [calling(), BROUGHT, BROUGHT],
+    "arguments in arguments": [calling("[" * 9999)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("turns", STOPPED.values(), ids=STOPPED)
+async def test_a_session_goes_on_after_an_answer_that_was_stopped(
+    server: Api, worker: ScriptedWorker, turns: list[dict[str, Any]]
+) -> None:
+    user = {"role": "user", "content": "go on"}
+    answer = await server.post("/v1/chat/completions", {"messages": [*SAID["messages"], *turns, user]})
+    assert answer.status_code == 200, answer.text
+    assert "go on" in prompt(worker)
 
 
 async def test_references_stand_for_items_that_are_stored(client: AsyncOpenAI, worker: ScriptedWorker) -> None:

@@ -188,7 +188,7 @@ def test_a_deferred_tool_is_told_of_where_a_search_has_found_it() -> None:
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
 DOCUMENT = {"type": "document", "source": IMAGE["source"]}
-RESULT = {"type": "tool_result", "tool_use_id": "x", "content": [DOCUMENT]}
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "sound"}]}
 TOOL = {"name": "f", "input_schema": {}}
 MEDIA, URL = "messages[0].content[0].source.media_type", "messages[0].content[0].source.url"
 
@@ -204,7 +204,8 @@ def no_image(**fields: Any) -> dict[str, Any]:
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [DOCUMENT]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [DOCUMENT]}]}, "messages[0].content[0].source"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [DOCUMENT]}]}, "messages[1].content[0]"),
         ({"messages": [*HELLO, {"role": "assistant", "content": [IMAGE]}]}, "messages[1].content[0]"),
         ({"messages": [{"role": "user", "content": [no_image(type="text")]}]}, "messages[0].content[0].source.type"),
         ({"messages": [{"role": "user", "content": [no_image(data=None)]}]}, "messages[0].content[0].source.data"),
@@ -219,7 +220,6 @@ def no_image(**fields: Any) -> dict[str, Any]:
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"output_config": {"task_budget": {"total": 1}}}, "output_config.task_budget"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
         ({"container": "c"}, "container"),
         ({"speed": "fast"}, "speed"),
         ({"service_tier": "priority"}, "service_tier"),
@@ -320,6 +320,34 @@ def test_images_stand_where_they_were_and_those_of_results_behind_them() -> None
     where = list(places_of_images(request(messages=turns).messages))
     assert where[:3] == ["messages[0].content[2]", "messages[1].content[0]", "messages[3].content[0].content[1]"]
     assert len(where) == 5
+
+
+def test_documents_are_text_and_one_that_a_tool_has_brought_is_named_where_it_is_not() -> None:
+    plain = {"type": "document", "title": "notes", "source": {"type": "text", "media_type": "text/plain", "data": "a"}}
+    parts = {"type": "document", "source": {"type": "content", "content": text("b", "c")}}
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+    words = "[a document, which you cannot read]"
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [parts, pdf]}
+    asked = request(
+        messages=[
+            {"role": "user", "content": [plain]},
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [result, pdf]},
+        ]
+    )
+    said, _, brought, last = asked.chat("").model_dump()["messages"]
+    assert said["content"] == "notes\na" and brought["content"] == f"b\nc\n{words}" and last["content"] == words
+    assert asked.unused("", bounded=False) == ["messages.document"]
+
+
+def test_what_other_servers_tools_did_and_edits_of_the_context_are_left_out_and_named() -> None:
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
+    turns = [*HELLO, {"role": "assistant", "content": [search, found, *text("So it is.")]}, *HELLO]
+    asked = request(messages=turns, context_management={"edits": [{"type": "clear_tool_uses_20250919"}]})
+    assert [each.content for each in asked.chat("").messages] == ["hi", "So it is.", "hi"]
+    left_out = ["messages.server_tool_use", "messages.web_search_tool_result"]
+    assert asked.unused("", bounded=False) == [*left_out, "context_management.clear_tool_uses_20250919"]
 
 
 def test_tools_that_are_not_there_are_left_out_and_named() -> None:

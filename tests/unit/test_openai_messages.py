@@ -2,12 +2,16 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from openai.types.responses import ResponseFunctionToolCall
 
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
+from api.openai.chat import named_images, seen_by
 from api.openai.conversations import template_messages
 from api.openai.responses.body import ResponseRequest
+from shared.sequences import VisionSpec
+from tests.redis.scripted_worker import CARD
 from tests.unit.refusals import HELLO, refusal
 
 
@@ -122,3 +126,18 @@ def test_calls_put_together_from_a_stream_keep_their_index_to_themselves() -> No
 def test_no_calls_are_no_calls_to_a_template() -> None:
     (shown,) = template_messages([ChatMessage.model_validate({"role": "assistant", "content": "a", "tool_calls": []})])
     assert shown == {"role": "assistant", "content": "a"}
+
+
+def test_images_of_results_are_shown_by_the_user_after_the_results() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0K"}}
+    call = {"id": "c", "function": {"name": "read_file", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "a.png"}, image]}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call, call]}, result, result]
+    body = ChatCompletionRequest.model_validate({"messages": turns})
+    seen, unseen = seen_by(body, msgspec.structs.replace(CARD, vision=VisionSpec("pixtral", "[IMG]", 9, 8, 128, 1)))
+    assert [message.role for message in seen.messages] == ["user", "assistant", "tool", "tool", "user"] and not unseen
+    assert [place.where for place in named_images(seen.messages)] == [
+        "messages[4].content[0]",
+        "messages[4].content[1]",
+    ]
+    assert seen_by(body.model_copy(update={"messages": body.messages[:2]}), CARD)[0].messages == body.messages[:2]
