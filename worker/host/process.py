@@ -246,7 +246,7 @@ class HostProcess:
         ]
 
     def _refusal(self, entry: CatalogueEntry) -> str:
-        """What is wrong with the files that this host has of a model; "" if nothing is, or if it has none."""
+        """Say what is wrong with the files that this host has of a model; "" if nothing is, or if it has none."""
         _, described = self._described.get(entry.name, (None, ""))
         if isinstance(described, str):
             return described

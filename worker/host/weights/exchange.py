@@ -58,7 +58,7 @@ class WeightExchange:
             self._secret = await ring_secret(redis)
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Stop listening; transfers that are under way end."""
         await self._giver.close()
 
     def stored(self, sha256: str) -> Path | None:
