@@ -87,6 +87,7 @@ class EngineConfig:
     kv_group_size: int = 64  # numbers that share a scale
     max_kv_size: int = 0  # positions that a layer of full attention holds, the last ones; 0: all
     share_prompts: SharePrompts = "auto"  # whether rows that begin alike store that once
+    batch_invariant: bool = False  # each row's bits depend on the row alone (mlx_model/kv/places.py)
     keep_bytes: int = 128 << 20  # of prompts' KV copied into the prefix cache between two decode steps, about
     disk: DiskConfig | None = None  # where KV goes that the prefix cache has no room for; None: nowhere
     guest_share: float = 0.2  # of the thread's time that guests get while rows decode; 0: none
@@ -125,5 +126,7 @@ def check_settings(config: EngineConfig) -> None:
     """SetupError that names what several ranks cannot have."""
     if config.disk is not None:
         raise SetupError("a worker of several ranks keeps no KV on disk: leave --ssd-folder out")
+    if config.batch_invariant:
+        raise SetupError("--batch-invariant: sums over ranks are not computed so; leave it or the ranks out")
     if config.speculation is not None and config.speculation.draft_model:
         raise SetupError("a worker of several ranks has no draft model: leave --draft-model-path out")

@@ -136,7 +136,7 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     model, bundle, model_config, heads, tower, whole = read
     times = None if tuning is None else tuning.kv.get(config.kv_bits)
     bound = _bound(config, _context_length(model_config, config.max_context))
-    kv = layout_of(model, config.kv_bits, config.kv_group_size, bound, times)
+    kv = layout_of(model, config.kv_bits, config.kv_group_size, bound, times, invariant=config.batch_invariant)
     card = _card(config, sha256, read, kv, ranks)
     draft = _draft_model(config, bundle)
     limit, prefix = planned.kv_bytes, planned.prefix_bytes
@@ -161,7 +161,7 @@ def _card(
 ) -> ModelCard:
     """The card of a model that was read; `computes` as in `_measure`."""
     model, bundle, model_config, heads, tower, whole = read
-    (kv_bytes, unshared, state), kv_window, vocab, dtype = _measure(model, kv, computes=computes)
+    (kv_bytes, unshared, state), kv_window, vocab, dtype = _measure(model, replace(kv, apart=None), computes=computes)
     if ranks is not None:
         kv_bytes, unshared, state = (ranks.largest(each) for each in (kv_bytes, unshared, state))
     states = hidden_size(model)
@@ -213,6 +213,7 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     read = _read(path, config, computes=False)
     bound = _bound(config, _context_length(read[2], config.max_context))
     kv = layout_asked(read[0], config.kv_bits, config.kv_group_size, bound)
+    kv = replace(kv, apart="keys" if config.batch_invariant else None)
     return ModelDescription(
         _card(config, base_sha256(path), read, kv, computes=False),
         read[1],

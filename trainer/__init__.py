@@ -7,6 +7,7 @@
     rollouts/     tasks, curricula, episodes, environments, their scoring; live traffic
     versions/     publish, checkpoints, the run's folder
     ring/         the way to the ring: by its Redis, or over HTTP
+    night/        night school: a run a night from users' sessions (`mlx_parallm_serve --learn-when`)
     service/      many learners at once over one base, as others ask for it (`mlx_parallm_learners`)
 
 Read `runs/loop.py` first: the whole of `--mode rl`, from prompts to served versions. `settings.py` has the flags,

@@ -11,6 +11,7 @@ from api.doctor.finding import Finding, Status, note
 from api.doctor.machine import disk_check, machine_checks, mlx_device
 from api.doctor.model import model_checks
 from api.doctor.network import network_checks
+from api.doctor.tuning import invariance_check
 from api.doctor.tuning import tune as tuned
 from shared.machine.system import this_system
 
@@ -27,6 +28,10 @@ def doctor(
     tune: Annotated[
         bool, typer.Option("--tune", help="measure --model on this machine for later starts; takes minutes")
     ] = False,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option("--batch-invariant", help="check that this machine keeps --batch-invariant for --model"),
+    ] = False,
     out_file: Annotated[
         str, typer.Option("--out", help="file that --tune writes; default: the one that workers read")
     ] = "",
@@ -35,10 +40,14 @@ def doctor(
     """Check this machine and recommend what to do. Exit code 1: something would prevent a ring from running."""
     if tune and not model:
         fail("--tune measures a model: give --model", 2)
+    if batch_invariant and not model:
+        fail("--batch-invariant checks a model: give --model", 2)
     device = mlx_device()
     findings = [*machine_checks(device), disk_check(Path.home()), *network_checks(this_system(), redis, host, port)]
     if model:
         findings += model_checks(model, device)
+    if batch_invariant and not any(each.status == "wrong" for each in findings if each.check in ("mlx", "model")):
+        findings.append(invariance_check(model))
     figures: dict[str, Any] = {}
     if tune and os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
         findings.append(note("tune", "other programs compute meanwhile", "measure again when nothing else runs"))

@@ -17,3 +17,18 @@ def tune(model: str, out: str) -> tuple[Finding, dict[str, Any]]:
     figures: dict[str, Any] = json.loads(done.stdout)
     found = f"a piece of prompts may have {figures['tuning']['chunk']} tokens; all figures are in {figures['file']}"
     return ok("tune", found), figures
+
+
+def invariance_check(model: str) -> Finding:
+    """Checks that this machine keeps `--batch-invariant` for a model, by computing sequences alone and together."""
+    command = [sys.executable, "-m", "worker.invariance", "--model", model]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        return wrong("invariance", f"it ended with {done.returncode}", "its last line above says why")
+    result: dict[str, Any] = json.loads(done.stdout)
+    if why := result.get("why"):
+        return wrong("invariance", why, "start workers of this model without --batch-invariant")
+    if different := result["different"]:
+        found = f"{len(different)} sequences have other bits in a batch than alone"
+        return wrong("invariance", found, "start workers without --batch-invariant, and report this with your hardware")
+    return ok("invariance", f"{result['tokens']} tokens on {result['backend']}: the same bits alone and in a batch")

@@ -26,7 +26,7 @@ class ReplayBody(RequestModel):
     id: str = Field(min_length=1, max_length=512, description="of a completion, of a sequence, or of a job's sample")
     worker: str = Field(default="", description='the worker that computes it again; "": any')
     bound: float | None = Field(
-        default=None, gt=0, le=1, description="difference of probability that counts as a tie; default: by the dtype"
+        default=None, ge=0, le=1, description="difference of probability that counts as a tie; default: by the dtype"
     )
 
 
@@ -53,7 +53,7 @@ async def _replayed(ring: Ring, found: list[Recording], body: ReplayBody) -> lis
     card = served.card
     if body.worker and body.worker not in (worker.id for worker in ring.serving(card.name)):
         raise InvalidRequestError(f"no worker {body.worker[:80]!r} serves model '{card.name}' now", param="worker")
-    bound = body.bound or bound_of(card.dtype)
+    bound = bound_of(card.dtype) if body.bound is None else body.bound
     async with replay_calls(ring.redis, card.name) as calls:
         replayer = Replayer(calls, card)
         return [await replayer.replay(each, bound, on=body.worker) for each in found]

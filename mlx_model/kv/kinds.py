@@ -5,7 +5,7 @@ one cache that holds arrays itself, of one row or of a batch:
 
 - plain: keys and values of every position; can be cut at any length. A batch pads its rows on the left. Quantised, they
   are packed (quantised.py) and otherwise the same. Rows of a batch that begin alike may share their beginnings
-  (shared.py).
+  (shared.py); or rows lie apart, each without padding (apart.py).
 - window: keys and values of the last `max_size` positions.
 - recurrent: a state of fixed size, which is replaced with every token.
 
@@ -35,6 +35,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from mlx_model.kv.apart import ApartKVCache, ApartWindowKVCache, RowKv
 from mlx_model.kv.quantised import BatchQuantisedKVCache, QuantisedKVCache
 from mlx_model.kv.ragged import RaggedKVCache, RaggedQuantisedKVCache, RaggedWindowKVCache, Slack, in_order
 from mlx_model.kv.shared import Form, Parts, SharedKVCache, SharedQuantisedKVCache, groups_of, install, part_of
@@ -158,6 +159,40 @@ class _Shared(_Plain):
         raise TypeError("beginnings lie apart from what follows")
 
 
+class _Apart(Kind):
+    """Rows that lie apart; what is asked of positions of several rows is asked of `whole` ones."""
+
+    is_known = is_cut = True
+
+    def end(self, cache: Any) -> int:
+        return int(cache.end)
+
+    def arrays(self, cache: Any) -> Arrays:
+        raise TypeError("rows lie apart")
+
+    def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
+        return new.with_rows([RowKv((arrays[0], arrays[1]), length)])
+
+    def copies(self, cache: Any, rows: int) -> Any:
+        return cache.with_rows(cache.rows * rows)
+
+
+class _ApartWindow(_Apart):
+    is_cut = False
+
+    def state(self, cache: Any, rows: list[int], lengths: list[int]) -> Arrays:
+        width = max(min(length, cache.window) for length in lengths)
+        return cache.latest(rows, width) if cache.state else ()
+
+    def restored(self, new: Any, arrays: Arrays, length: int) -> Any:
+        width = min(length, new.window)
+        keys, values = (each[..., each.shape[2] - width :, :] for each in arrays)
+        return new.with_rows([RowKv((keys, values), length, length - width)])
+
+    def window(self, cache: Any) -> int:
+        return int(cache.window)
+
+
 class _Window(Kind):
     is_known = has_ends = True
 
@@ -227,7 +262,7 @@ class _Recurrent(Kind):
         return batch
 
 
-_OTHER = Kind()
+_OTHER, _APART, _APART_WINDOW = Kind(), _Apart(), _ApartWindow()
 _PLAIN, _QUANTISED, _SHARED, _WINDOW, _RECURRENT = _Plain(), _Quantised(), _Shared(), _Window(), _Recurrent()
 _KINDS: dict[type, Kind] = {
     KVCache: _PLAIN,
@@ -242,6 +277,8 @@ _KINDS: dict[type, Kind] = {
     BatchRotatingKVCache: _WINDOW,
     RaggedWindowKVCache: _WINDOW,
     ArraysCache: _RECURRENT,
+    ApartKVCache: _APART,
+    ApartWindowKVCache: _APART_WINDOW,
 }
 
 
@@ -354,9 +391,9 @@ def has_windows(caches: Sequence[Any]) -> bool:
     return any(kind_of(leaf).has_ends and not kind_of(leaf).is_cut for leaf in leaves(caches))
 
 
-def are_shared(caches: Sequence[Any]) -> bool:
-    """True if beginnings lie apart from what follows."""
-    return any(kind_of(leaf) is _SHARED for leaf in leaves(caches))
+def lie_apart(caches: Sequence[Any]) -> bool:
+    """True if rows lie apart from one another, or beginnings from what follows."""
+    return any(kind_of(leaf) in (_SHARED, _APART) for leaf in leaves(caches))
 
 
 def shared(
@@ -409,9 +446,9 @@ def whole(caches: Sequence[Any], rows: Sequence[int], starts: Sequence[int]) -> 
 
     def leaf_of(leaf: Any) -> Any:
         nonlocal after
-        if kind_of(leaf) is not _SHARED:
+        if kind_of(leaf) not in (_SHARED, _APART):
             return leaf
-        plain = RaggedQuantisedKVCache(leaf.packing, []) if hasattr(leaf, "packing") else RaggedKVCache([])
+        plain = RaggedQuantisedKVCache(leaf.packing, []) if getattr(leaf, "packing", None) else RaggedKVCache([])
         keys, values, after, end = leaf.whole(rows, starts)
         plain.state = keys, values, leaf.offset[index], mx.array(after), end
         plain.slack = leaf.slack and leaf.slack.of_rows(rows)

@@ -17,11 +17,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_model.device import on_cpu, on_metal
+from mlx_model.kv import places
+from mlx_model.kv.apart import ApartKVCache, ApartWindowKVCache
 from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.kv.kinds import can_share, kind_of, leaves, mapped
 from mlx_model.kv.metal import attention as metal_attention
 from mlx_model.kv.quantised import Packing, QuantisedKVCache, Read, install_kernels
-from mlx_model.kv.shared import Form
+from mlx_model.kv.shared import Form, install
 from shared.errors import SetupError
 
 log = logging.getLogger(__name__)
@@ -41,9 +43,13 @@ class KvLayout:
     packings: tuple[Packing | None, ...] = ()
     bound: int = 0  # positions that a plain leaf holds, the last ones; 0: all
     shares: Form | None = None  # in which form rows may share what they begin with; None: they may not
+    apart: Form | None = None  # rows lie apart (apart.py), and in which form a model's attention reads them
 
     def new(self, model: Any) -> list[Any]:
         """Empty caches of one row."""
+        if self.apart is not None:
+            form = self.apart
+            return mapped(replace(self, apart=None).new(model), lambda leaf: _lying_apart(leaf, form))
         caches: list[Any] = make_prompt_cache(model)
         if self.bound:
             return mapped(caches, lambda leaf: RotatingKVCache(self.bound) if type(leaf) is KVCache else leaf)
@@ -59,7 +65,9 @@ class KvLayout:
 
     @property
     def name(self) -> str:
-        """How KV is quantised or bounded; stored KV of another name is of no use. "": it is not."""
+        """How KV is quantised, bounded or computed; stored KV of another name is of no use. "": as the model has it."""
+        if self.apart is not None:
+            return ", ".join(filter(None, (replace(self, apart=None).name, "batch-invariant")))
         if self.bound:
             return f"the last {self.bound} positions"
         used = [packing for packing in self.packings if packing is not None]
@@ -77,14 +85,22 @@ def check_asked(bits: int, group_size: int, bound: int) -> None:
 
 
 def layout_of(
-    model: Any, bits: int, group_size: int, bound: int = 0, times: dict[str, float] | None = None
+    model: Any,
+    bits: int,
+    group_size: int,
+    bound: int = 0,
+    times: dict[str, float] | None = None,
+    *,
+    invariant: bool = False,
 ) -> KvLayout:
     """The layout that the settings ask for; SetupError if this model's KV cannot be so.
 
-    `bound`: `--max-kv-size`; `times`: those of `packed_times` that were taken before.
+    `bound`: `--max-kv-size`; `times`: those of `packed_times` that were taken before; `invariant`: `--batch-invariant`.
     """
     check_asked(bits, group_size, bound)
     layout = _asked(model, bits, group_size, bound, times)
+    if invariant:
+        return _apart_of(model, layout)
     return replace(layout, shares=can_share(model, layout.new(model)))
 
 
@@ -103,6 +119,50 @@ def _asked(model: Any, bits: int, group_size: int, bound: int, times: dict[str, 
             f"--kv-bits {bits}: this model's attention cannot read quantised KV ({type(error).__name__}: {error})"
         ) from error
     return _decoding_quantised(model, layout, logits, times)
+
+
+def _lying_apart(leaf: Any, form: Form) -> Any:
+    """A leaf of rows that lie apart, in the place of one that can be so."""
+    if type(leaf) is RotatingKVCache:
+        return ApartWindowKVCache(leaf.max_size)
+    packing = getattr(leaf, "packing", None)
+    return ApartKVCache(packing and replace(packing, read="unpacked"), form)
+
+
+def _apart_of(model: Any, layout: KvLayout) -> KvLayout:
+    """The layout with rows that lie apart; SetupError where the model cannot have it, or its rows depend on others."""
+    known = (KVCache, QuantisedKVCache, RotatingKVCache)
+    odd = [leaf for leaf in leaves(layout.new(model)) if type(leaf) not in known or not kind_of(leaf).is_known]
+    if odd:
+        names = ", ".join(sorted({type(leaf).__name__ for leaf in odd}))
+        raise SetupError(
+            f"--batch-invariant: this model keeps states in mlx-lm's {names}, which depend on how a prompt is cut into "
+            "pieces; leave the flag out"
+        )
+    install()
+    logits, reasons = _fed(model, layout.new(model)), list[str]()
+    for form in ("keys", "latents"):
+        apart = replace(layout, apart=form)
+        try:
+            found = _fed_apart(model, apart)
+            if _difference(found, logits) < _CLOSE:
+                if reason := places.check(model, lambda apart=apart: apart.new(model)):  # type: ignore[misc]
+                    raise SetupError(f"--batch-invariant: this machine cannot keep it for this model: {reason}")
+                return apart
+            reasons.append("its numbers differ")
+        except SetupError:
+            raise
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {error}")
+    raise SetupError(f"--batch-invariant: this model's attention cannot read rows one by one ({reasons[0]})")
+
+
+def _fed_apart(model: Any, layout: KvLayout) -> mx.array:
+    """The trial's last logits, in fp32, of rows that lie apart."""
+    caches, logits = layout.new(model), mx.array(0.0)
+    for ids in _TRIAL:
+        logits = places.forward(model, mx.array(ids), [len(ids)], caches)[-1:].astype(mx.float32)
+    return logits
 
 
 def layout_asked(model: Any, bits: int, group_size: int, bound: int) -> KvLayout:

@@ -56,7 +56,10 @@ class AdaptedModel:
         dtype: mx.Dtype,
         whole: Whole | None = None,
         tuning: ModelTuning | None = None,
+        fixed_rank: int = 0,
     ) -> None:
+        """`fixed_rank`: of all stacks, which then cover all sites of their groups from the first adapter on, and are
+        read by MLX's own operations: what a row computes does not depend on other adapters."""
         self.sites = find_sites(model, whole)
         self.elsewhere = frozenset[str]() if whole is None else whole.elsewhere(self.sites.keys())
         self.rows = RowSlots()
@@ -64,7 +67,10 @@ class AdaptedModel:
         self._model = model
         self._slots = slots
         self._tuning = tuning
+        self._fixed_rank = fixed_rank
         kernel = best_kernel(dtype)
+        if fixed_rank and kernel != "take":
+            kernel = "gather"
         self._kernel_is_known = kernel is not None
         self.rows.kernel = kernel or "take"
         others = [[path] for path, site in self.sites.items() if site.kind != "linear"]
@@ -131,7 +137,7 @@ class AdaptedModel:
         known = {site.path for site in old.sites} if old else set()
         if old is not None and given.keys() <= known:
             return old
-        sites = [self.sites[path] for path in group if path in known or path in given]
+        sites = [self.sites[path] for path in group if path in known or path in given or self._fixed_rank]
         kind = LinearGroup if sites[0].kind == "linear" else Stack
         stack = kind(sites, self.rows, self._slots, self.dtype)
         if old is not None:
@@ -139,7 +145,7 @@ class AdaptedModel:
             for slot in old.written:
                 held = dict(zip((site.path for site in old.sites), old.read(slot), strict=True))
                 stack.write(slot, [held.get(site.path) for site in sites])
-        stack.reserve(max(weights.rank for weights in given.values()))
+        stack.reserve(max(self._fixed_rank, *(weights.rank for weights in given.values())))
         self._wrap(stack)
         self._stacks[group[0]] = stack
         return stack

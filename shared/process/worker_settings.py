@@ -148,6 +148,12 @@ class WorkerSettings(JoinSettings, GroupSettings, MachineSettings, HostSettings)
         "or steps are no slower), always, off",
     )
 
+    batch_invariant: bool = Field(
+        default=False,
+        description="compute each row so that its bits do not depend on other rows, its place, pieces of prompts or "
+        "caches; without speculation, shared prompts and images. All workers of a model need the same",
+    )
+
     # -- the model, its batch and its life
     model: str = Field(
         default="models/tiny",

@@ -31,6 +31,7 @@ MEASUREMENTS = {
     "shared_prompts": "rows that store and read their prompt once, over copies: memory, steps, a job",
     "group_training": "train steps of groups: a prompt with each sample, once and copied, once and read in place",
     "routing": "log-probabilities of sampler and trainer of a mixture of experts, with routing replay and without",
+    "invariance": "rows whose bits do not depend on one another: decode steps and prompts, over rows without that",
     "kv_bits": "KV in 8 and 4 bits: rows in the same memory, and decode speed over full precision",
     "speculation": "rows with drafts over rows without, by how often drafts are right",
     "images": "rows with images together over one at a time; first tokens of texts beside them",

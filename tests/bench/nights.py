@@ -30,12 +30,12 @@ MAX_TOKENS = 16
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--nights", type=int, default=2)
-    parser.add_argument("--sessions", type=int, default=60)
+    parser.add_argument("--nights", type=int, default=6)
+    parser.add_argument("--sessions", type=int, default=80)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--rehearse", type=int, default=60, help="sums whose replies are rehearsed; 0: none")
-    parser.add_argument("--measured-sums", type=int, default=40)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--rehearse", type=int, default=120, help="sums whose replies are rehearsed; 0: none")
+    parser.add_argument("--measured-sums", type=int, default=100)
     parser.add_argument("--poisoner", action="store_true")
     options = parser.parse_args(argv)
     print("| seed | night | satisfied by day | satisfied, held out | sums right | suite | KL | outcome |")
@@ -47,9 +47,9 @@ def main(argv: list[str] | None = None) -> None:
 
 async def _nights(served: Ring, root: Path, seed: int, options: argparse.Namespace) -> None:
     asked = sums(options.measured_sums, 1_000 + seed)
-    _write(root / "suite.jsonl", sums(24, 2_000 + seed))
+    _write(root / "suite.jsonl", sums(100, 2_000 + seed))
     _write(root / "rehearsal.jsonl", sums(options.rehearse, 3_000 + seed))
-    model, latest = "tiny", 0
+    model, latest, since_ms = "tiny", 0, 0
     for night in range(1, options.nights + 1):
         async with SimulatedUser(served.url, model=model, seed=100 * seed + night) as user:
             if night == 1:
@@ -59,14 +59,14 @@ async def _nights(served: Ring, root: Path, seed: int, options: argparse.Namespa
             poisoner = SimulatedUser(served.url, word="winter", model=model, seed=100 * seed + night, poisons=True)
             async with poisoner as one:
                 await one.talk(options.sessions, sum_share=0.9)
-        settings = _settings(served, root, f"night-{seed}-{night}", latest, options)
+        settings = _settings(served, root, f"night-{seed}-{night}", latest, since_ms, options)
         begun = begin(settings.folder, latest)
         trainer = Process.start("trainer.__main__", *_flags(settings))
         await asyncio.to_thread(trainer.wait)
         report = report_of(settings, begun, None)
         if report.version:
             await asyncio.to_thread(_promote, served, report.version)
-            model, latest = f"policy@{report.version}", report.version
+            model, latest, since_ms = f"policy@{report.version}", report.version, begun.began_ms
         async with SimulatedUser(served.url, model=model) as user:
             measured = await _measured(user, model, asked)
         suite = f"{report.suite_before or 0:.2f} to {report.suite_after or 0:.2f}"
@@ -85,13 +85,17 @@ async def _measured(user: SimulatedUser, model: str, asked: Sequence[Sum]) -> st
     return f"{await user.satisfaction(model):.2f} | {await user.right_sums(model, asked):.2f}"
 
 
-def _settings(served: Ring, root: Path, run: str, latest: int, options: argparse.Namespace) -> TrainSettings:
+def _settings(
+    served: Ring, root: Path, run: str, latest: int, since_ms: int, options: argparse.Namespace
+) -> TrainSettings:
+    steps, start = options.steps, f"policy@{latest}" if latest else ""
     given = {
         "connect_to": served.url, "model": "models/tiny", "mode": "distill", "dataset": Path("sessions:policy"),
-        "teacher": "tiny", "candidate": True, "suite": root / "suite.jsonl", "max_tokens": MAX_TOKENS,
-        "reward_margin": 0.05, "max_base_kl": 0.5, "steps": options.steps, "evaluate_every": 20, "checkpoint_every": 20,
-        "prompts_per_step": 16, "learning_rate": options.learning_rate, "warmup_steps": 5, "run_dir": root / "runs",
-        "run": run, "start_from": f"policy@{latest}" if latest else "",
+        "teacher": start or "tiny", "candidate": True, "suite": root / "suite.jsonl", "max_tokens": MAX_TOKENS,
+        "reward_margin": 0.05, "max_base_kl": 1.0, "steps": steps, "evaluate_every": steps, "checkpoint_every": 20,
+        "prompts_per_step": 16, "learning_rate": options.learning_rate, "warmup_steps": 5, "schedule": "linear",
+        "lessons_since_ms": since_ms, "run_dir": root / "runs",
+        "run": run, "start_from": start,
     }  # fmt: skip
     if options.rehearse:
         given["rehearsal"] = root / "rehearsal.jsonl"

@@ -1,7 +1,8 @@
 """Replays: what is generated in a full batch by one of two workers and computed again by the other, token by token.
 
-`python -m tests.bench.replay [--model models/tiny] [--dtype bfloat16] [--sequences 64] [--tokens 64]` prints the tokens
-by verdict, and the gaps of those that are not the same at once: shared/replay.py's bounds stand on them.
+`python -m tests.bench.replay [--model models/tiny] [--dtype bfloat16] [--batch-invariant] [--sequences 64]
+[--tokens 64]` prints the tokens by verdict, and the gaps of those that are not the same at once: shared/replay.py's
+bounds stand on them.
 """
 
 import argparse
@@ -69,10 +70,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/tiny"))
     parser.add_argument("--dtype", default="")
+    parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args(argv)
     flags = ["--workers", "2", "--record-ttl-s", "3600", *(["--dtype", args.dtype] if args.dtype else [])]
+    flags += ["--batch-invariant"] if args.batch_invariant else []
     with tempfile.TemporaryDirectory() as folder, ring(Path(folder), *flags, model=args.model) as started:
         asyncio.run(measure_all(started.url, args.model.name, args.sequences, args.tokens))
     return 0

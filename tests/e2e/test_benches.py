@@ -163,7 +163,7 @@ SMALLEST = {
     "heads": Smallest("--steps 1", {"BATCH": 2, "HELD_OUT": 2, "TEXTS": 2, "VALUE_FLAGS": SMALL_GROUPS}),
     "hosted": Smallest(
         "--streams 2 --rollout-rows 4 --prompt 4 --stream-tokens 8 --groups 1 --samples 2 --completion 4 --rank 2 "
-        "--rounds 1 --stretch-s 0.1 --loop-s 0.1",
+        "--rounds 1 --stretch-s 0.1 --loop-s 0.1 --share 0.9 --peak-tflops 1",
         SHAPES,
     ),
     "hosted_learners": Smallest(
@@ -173,6 +173,7 @@ SMALLEST = {
     "images": Smallest(
         "--rows 2 --tokens 4 --rounds 1", {"SHAPES": {"small": SEEING}, "MANY": 4, "TEXTS": 2, "TEXT_TOKENS": 2}
     ),
+    "invariance": Smallest("--rows 2 --prompt 16 --tokens 4 --rounds 1", SHAPES),
     "kv_bits": Smallest("--rows 2 --context 16 --rounds 1", {**SHAPES, "STEPS": 2}),
     "learners": Smallest("--learners 2 --rows 1 --length 8 --rank 2 --passes 1 --rounds 1", SHAPES),
     "memory": Smallest("--requests 160"),
@@ -200,7 +201,10 @@ SMALLEST = {
         "--shape small --rows 2 --context 16 --job 1 16 2 20 --system 2 2 64 8 4 --rounds 1 --steps 1",
         {**SHAPES, "SAMPLES": 4, "PROMPT": 256, "ANSWER": 64, "COPIES": 3},
     ),
-    "group_training": Smallest("--shape small --samples 2 --prompt 16 --completion 4 --rounds 1", SHAPES),
+    "group_training": Smallest(
+        "--shape small --samples 2 --prompt 16 --completion 4 --rounds 1",
+        {**SHAPES, "tests.bench.utilisation.ROUNDS": 1},
+    ),
     "speculation": Smallest("--rows 2 --chances 1 --tokens 8 --context 8 --rounds 1", SHAPES),
     "splits": Smallest("--seeds 1"),
     "forced_calls": Smallest("--calls 2"),

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from tests.waiting import HANG_S
 
 def test_the_demo_chats_runs_two_jobs_and_writes_its_report(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "api.demo", "--out", str(tmp_path), "--learning-seconds", "5"],
+        [sys.executable, "-m", "api.demo", "--out", str(tmp_path), "--learning-seconds", "1"],
         cwd=ROOT,
+        env={**os.environ, "PARALLM_EVALUATE_EVERY": "3"},  # after which the last act ends
         capture_output=True,
         text=True,
         timeout=HANG_S,
@@ -26,7 +28,7 @@ def test_the_demo_chats_runs_two_jobs_and_writes_its_report(tmp_path: Path) -> N
     assert len((tmp_path / "arithmetic.trajectories.jsonl").read_text().splitlines()) == 512
     learning = json.loads((tmp_path / "learning.json").read_text())
     assert 0 < learning["held_out"]["before"] < 0.8
-    assert learning["train_steps"] >= 10 and learning["chats"]["streamed"] > 10
+    assert learning["train_steps"] >= 3 and learning["chats"]["streamed"] > 10
     assert learning["chats"]["broken"] == []
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 

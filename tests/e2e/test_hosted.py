@@ -161,7 +161,7 @@ def test_training_only_ends_with_the_training(tmp_path: Path, ranks: int) -> Non
 
 async def test_a_member_computes_for_a_worker_that_learns(tmp_path: Path) -> None:
     """`learner: shared`: the worker leads, and its streams go on."""
-    file = config(tmp_path, steps=4, prompts_per_step=4, evaluate_every=0, max_lag=0, learner="shared", trainers=2)
+    file = config(tmp_path, steps=2, prompts_per_step=4, evaluate_every=0, max_lag=0, learner="shared", trainers=2)
     with ring(tmp_path / "ring", *HOSTED, "--train-config", str(file)) as served:
         member = Process.start(
             "trainer", "--redis", served.redis_url, "--model", f"models/{MODEL}", "--join-run", "policy",
@@ -178,19 +178,19 @@ async def test_a_member_computes_for_a_worker_that_learns(tmp_path: Path) -> Non
             member.stop(signal.SIGKILL)
         shared = [json.loads(line) for line in served.server.printed('"shared.step"')]
     # A step of few samples, or beside streams that slow one of the two, may fall to one of them alone.
-    assert len(shared) == 4 and shared[0]["trainers"] == 2 and not any(each["lost"] for each in shared)
-    assert [line.train_step for line in metrics(tmp_path)] == list(range(4))
+    assert len(shared) == 2 and shared[0]["trainers"] == 2 and not any(each["lost"] for each in shared)
+    assert [line.train_step for line in metrics(tmp_path)] == [0, 1]
     assert min(streams.answers.values()) > 0 and len(streams.texts) == 1
 
 
 def test_a_worker_that_learns_and_a_run_over_http_average_their_weights(tmp_path: Path) -> None:
     """The run that comes later counts from its first round on."""
-    rounds = {"federation": "both", "sync_every": 2, "sync_wait_s": 60, "prompts_per_step": 4}
+    rounds = {"federation": "both", "sync_every": 1, "sync_wait_s": 60, "prompts_per_step": 4}
     file = config(tmp_path, evaluate_every=0, parity_every=0, steps=1000, **rounds)
     with ring(tmp_path / "ring", *HOSTED, "--train-config", str(file)) as served:
         other = Process.start(
             "trainer", "--connect-to", served.url, "--over-http", "--sync-redis", served.redis_url,
-            "--model", f"models/{MODEL}", "--config", str(file), "--adapter", "other", "--steps", "6",
+            "--model", f"models/{MODEL}", "--config", str(file), "--adapter", "other", "--steps", "3",
             "--log-json", "true",
         )  # fmt: skip
         try:

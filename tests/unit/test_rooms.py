@@ -17,7 +17,6 @@ FEWEST_LINES = 30  # of a file; a shorter one belongs into another
 # Short files that are nouns of their own, used by several rooms.
 NOUNS = {
     "api/cli/convert.py",  # a command: each is a file
-    "api/doctor/tuning.py",  # a part of the doctor, which starts a process that loads MLX
     "shared/text/languages/language.py",  # the language of a model, which needs a tokenizer; the others need none
     "api/http/ollama_errors.py",  # how a protocol says errors: each is a file
     "shared/machine/commands.py",  # how programs of macOS are run: memory, power, heat and addresses come by them

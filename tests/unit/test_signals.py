@@ -22,6 +22,7 @@ from shared.signals import (
     rewards_of,
 )
 from tests.unit.api_texts import EOS, codec, ids
+from trainer.learners.distilling import ScoredRow
 from trainer.runs.distillation.hindsight import SessionTurn, is_held_out, lesson_of
 from trainer.settings import TrainSettings
 
@@ -95,7 +96,11 @@ def test_an_edited_reply_and_one_that_was_liked_are_lessons_as_they_are() -> Non
     assert kind == "edited" and lesson is not None and lesson.reply_ids == (*ids("seven"), EOS)
     assert "Reply exactly: seven" in codec().decode(lesson.teacher_ids)
     kind, lesson = lesson_of("s", turn(0.9), codec())
-    assert kind == "content" and lesson is not None and lesson.teacher_ids == lesson.prompt_ids
+    assert kind == "content" and lesson is not None and lesson.is_content
+    row = ScoredRow.as_said("t@1", lesson.prompt_ids, lesson.reply_ids, 20)
+    assert [dict(zip(*place, strict=True)) for place in zip(row.top_ids, row.top_logprobs, strict=True)] == [
+        {token: 0.0} for token in lesson.reply_ids
+    ], "its own tokens and no others"
 
 
 @pytest.mark.parametrize(

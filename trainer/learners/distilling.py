@@ -30,6 +30,12 @@ class ScoredRow(msgspec.Struct, frozen=True):
     held_out: bool = False  # of a data set of its own
     top_k: int = 0  # tokens that were asked for; 0: not known
 
+    @classmethod
+    def as_said(cls, teacher: str, prompt_ids: Sequence[int], reply_ids: Sequence[int], top_k: int) -> "ScoredRow":
+        """A row whose every token is the only one that its teacher would write."""
+        count, own = len(reply_ids), tuple((id_,) for id_ in reply_ids)
+        return cls(teacher, tuple(prompt_ids), tuple(reply_ids), (True,) * count, own, ((0.0,),) * count, top_k=top_k)
+
     def within(self, vocab_size: int) -> "ScoredRow":
         """Drop tokens beyond the student's vocabulary: models may have more rows than tokens."""
         kept = [

@@ -59,9 +59,8 @@ def night_settings(argv: list[str] | None = None) -> TrainSettings:
     if "mode" in given and settings.mode != "distill":
         raise SetupError(f"night school learns by --mode distill, not by {settings.mode}")
     settings = settings.model_copy(update={name: value for name, value in recipe.items() if name not in given})
-    if not settings.teacher:
-        settings = settings.model_copy(update={"teacher": settings.model.rstrip("/").rsplit("/", 1)[-1]})
-    settings.model_copy(update={"dataset": Path(f"sessions:{settings.adapter}")}).check()
+    asked = {"dataset": Path(f"sessions:{settings.adapter}"), "teacher": settings.teacher or "policy"}
+    settings.model_copy(update=asked).check()
     return settings
 
 

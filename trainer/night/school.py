@@ -110,7 +110,7 @@ class School:
         url = await settings.ring_url()
         await require(url)
         async with HttpApi.of(settings) as api:
-            await self._quiet(HttpQueue(api, settings.teacher))
+            await self._quiet(HttpQueue(api, base_of(settings)))
         if self._stop.is_set():
             return
         redis = connect(url)
@@ -200,14 +200,21 @@ def begin(folder: Path, latest: int) -> Begun:
 
 
 def run_settings(settings: TrainSettings, folder: Path, begun: Begun) -> TrainSettings:
-    """Settings of a night's run."""
+    """Settings of a night's run. Its teacher is what it begins with, unless they name one."""
     start = version_id(settings.adapter, begun.began_with) if begun.began_with else ""
+    teacher = settings.teacher or start or base_of(settings)
     return settings.model_copy(
         update={
             "mode": "distill", "candidate": True, "dataset": Path(f"sessions:{settings.adapter}"), "run": folder.name,
             "run_dir": folder.parent, "start_from": start, "lessons_since_ms": begun.since_ms,
+            "teacher": teacher,
         }
     )  # fmt: skip
+
+
+def base_of(settings: TrainSettings) -> str:
+    """Name under which workers serve the base, where they have no other one for it."""
+    return settings.model.rstrip("/").rsplit("/", 1)[-1]
 
 
 def night_of(now: datetime.datetime) -> str:

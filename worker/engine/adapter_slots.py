@@ -81,7 +81,8 @@ class AdapterSlots:
         on_change: Callable[[AdapterStats], None] = lambda stats: None,
     ) -> None:
         dtype: mx.Dtype = getattr(mx, config.dtype or loaded.card.dtype)
-        self._adapted = AdaptedModel(loaded.model, config.slots + 1, dtype, loaded.whole, loaded.tuning)
+        fixed = config.max_rank if loaded.kv.apart else 0
+        self._adapted = AdaptedModel(loaded.model, config.slots + 1, dtype, loaded.whole, loaded.tuning, fixed)
         self._table = SlotTable(config.slots)
         self._reader = AdapterReader(self._adapted, config.max_rank, loaded.card.hidden_size, self._on_read)
         self._wake, self._on_change = wake, on_change

@@ -1,5 +1,6 @@
 """An engine with its model and its adapters, as a worker runs it; the same on every rank of a group."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,6 +11,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_model.batching import check_batch
 from mlx_model.config import EngineConfig, SlotConfig
+from mlx_model.kv.apart import PLACES
 from mlx_model.loader import LoadedModel, head_size, load_model
 from shared.frames import TokenEvent
 from worker.engine.adapter_slots import AdapterSlots
@@ -19,6 +21,9 @@ from worker.engine.orders import EngineParts, Order
 from worker.engine.turns import RankReport, TurnFacts
 from worker.engine.warm_up import WarmUp, begun
 
+log = logging.getLogger(__name__)
+
+OFF_WHERE_INVARIANT = ("speculation", "shared_prompts", "images", "networks", "routed_experts", "decode_kernels")
 OnAdapters = Callable[[AdapterStats], None]  # called in thread G after loads and failures; must be quick
 
 
@@ -52,6 +57,8 @@ def build(
     loaded = load_model(config, group)
     with nullcontext() if group is None else mx.stream(generation_stream):  # one stream for all sums of a group
         check_batch(loaded.model, config.max_rows)
+        if config.batch_invariant:
+            log.warning("engine.batch_invariant places=%d off=%s", PLACES, ",".join(OFF_WHERE_INVARIANT))
         config = begun(config, head_size(loaded.config), loaded.tuning)
         config = replace(config, prefix_cache_bytes=loaded.prefix_bytes)
         slots = None if adapters is None else AdapterSlots(loaded, adapters, wake, on_adapters)

@@ -192,7 +192,9 @@ def engine_config(s: WorkerSettings, learner_rank: int = 0) -> EngineConfig:
         kv_bits=s.kv_bits,
         kv_group_size=s.kv_group_size,
         max_kv_size=s.max_kv_size,
-        share_prompts=s.share_prompts,
+        share_prompts="off" if s.batch_invariant else s.share_prompts,
+        batch_invariant=s.batch_invariant,
+        sees=not s.batch_invariant,
         disk=_disk_config(s),
         guest_share=s.training_share,
         speculation=_speculation_config(s),
@@ -201,7 +203,7 @@ def engine_config(s: WorkerSettings, learner_rank: int = 0) -> EngineConfig:
 
 
 def _speculation_config(s: WorkerSettings) -> SpeculationConfig | None:
-    if s.spec_decode == "none":
+    if s.spec_decode == "none" or s.batch_invariant:
         return None
     return SpeculationConfig(
         tokens=s.num_speculative_tokens,

@@ -67,11 +67,12 @@ class DistillRun(RowRun[ScoredRow]):
         elif (policy := sessions_policy(settings.dataset)) is not None:
             async with HttpApi.of(settings) as api:
                 codec, again = self._ring.codec, []
+                teacher, top_k = settings.teacher, settings.teacher_top_k
                 if settings.rehearsal is not None:
                     variables = settings.chat_template_kwargs
                     again = await rehearsed(settings.rehearsal, codec, variables, settings.max_tokens)
                 rows, self._found = await hindsight(
-                    api, policy, settings.teacher, settings.teacher_top_k, codec, loaded.card.tokenizer_sha256,
+                    api, policy, teacher, self._ring.model or teacher, top_k, codec, loaded.card.tokenizer_sha256,
                     longest=longest, seed=settings.seed, since_ms=settings.lessons_since_ms,
                     at_least=settings.min_lessons, rehearsal=again,
                 )  # fmt: skip

@@ -3,12 +3,14 @@
 A user who corrects a reply says what was missing. So the teacher is asked the same again with the correction in the
 prompt, and the student, without it, learns the teacher's distribution over that reply: hindsight as a teacher, as in
 OpenClaw-RL (arXiv 2603.10165) and context distillation (arXiv 2209.15189). A reply that the user has edited is a lesson
-likewise: the edited text, scored by a teacher that sees it coming. Replies that users were content with are rehearsed:
-the teacher scores them as they were, without a hint, so that what was good stays as likely as the teacher takes it.
+likewise: the edited text, scored by a teacher that sees it coming. A reply that users were content with is learned as
+it was, whatever its teacher would have said: the policy may have learned it since from others. The policy's own latest
+version is a good teacher: as it learns, it follows more corrections. What it could do before is rehearsed
+(`--rehearsal`): the base's own replies to prompts of a file, with the base's distributions.
 
 Which reply was which follows from the session's rewards (shared/signals.py): below CORRECTED a lesson, from CONTENT on
-a rehearsal, and nothing in between or without confidence. The rows of a session stand together, all learned from or
-all held out, by the digest of its id.
+a reply to say again, and nothing in between or without confidence. The rows of a session stand together, all learned
+from or all held out, by the digest of its id.
 """
 
 import asyncio
@@ -104,6 +106,7 @@ class Lesson(NamedTuple):
     teacher_ids: tuple[int, ...]
     reply_ids: tuple[int, ...]  # that the teacher scores; (): it writes one first
     most_tokens: int = 0  # of that
+    is_content: bool = False  # learned as it was, no teacher is asked
 
 
 class LearnedFrom(msgspec.Struct):
@@ -132,6 +135,7 @@ async def hindsight(
     api: HttpApi,
     policy: str,
     teacher: str,
+    base: str,
     top_k: int,
     codec: TextCodec,
     tokenizer_sha256: str,
@@ -144,26 +148,37 @@ async def hindsight(
 ) -> tuple[list[ScoredRow], LearnedFrom]:
     """Rows of the stored sessions of a policy, scored by the teacher.
 
-    NothingToLearnError when there are fewer than `at_least`, without those of `rehearsal`. `since_ms`: older turns
-    are left out.
+    NothingToLearnError when there are fewer than `at_least`, without those of `rehearsal`, which are the `base`'s.
+    `since_ms`: older turns are left out.
     """
     lessons, found = await lessons_of(api, policy, codec, since_ms)
-    written = await _written(api, teacher, [*lessons, *rehearsal], longest, seed)
-    rows = [lesson for lesson in written if len(lesson.teacher_ids) + len(lesson.reply_ids) <= longest]
-    found.rows, found.rehearsed = len(rows), sum(not lesson.session for lesson in rows)
+    taught = _fitting(
+        await _written(api, teacher, [each for each in lessons if not each.is_content], longest, seed), longest
+    )
+    content = _fitting([each for each in lessons if each.is_content], longest)
+    again = _fitting(await _written(api, base, rehearsal, longest, seed), longest)
+    found.rows, found.rehearsed = len(taught) + len(content) + len(again), len(again)
     counts = msgspec.structs.asdict(found)
     log.info("hindsight.lessons", policy=policy, **counts)
     if found.rows - found.rehearsed < at_least:
-        told = ", ".join(f"{count} {name}" for name, count in counts.items() if name != "signals")
+        said = ", ".join(f"{count} {name}" for name, count in counts.items() if name != "signals")
         raise NothingToLearnError(
-            f"the sessions of {policy} at {api.url} hold fewer than {at_least} lessons ({told}): rewards come from "
+            f"the sessions of {policy} at {api.url} hold fewer than {at_least} lessons ({said}): rewards come from "
             "/v1/feedback and from --judge-model"
         )
-    done = await scored(api, teacher, top_k, [_group(lesson) for lesson in rows], tokenizer_sha256)
+    rows = [ScoredRow.as_said(teacher, each.prompt_ids, each.reply_ids, top_k) for each in content]
+    rows += await scored(api, teacher, top_k, [_group(lesson) for lesson in taught], tokenizer_sha256)
+    rows += await scored(api, base, top_k, [_group(lesson) for lesson in again], tokenizer_sha256)
     return [
-        msgspec.structs.replace(row, prompt_ids=lesson.prompt_ids, held_out=is_held_out(lesson.session))
-        for row, lesson in zip(done, rows, strict=True)
+        msgspec.structs.replace(
+            row, teacher=teacher, prompt_ids=lesson.prompt_ids, held_out=is_held_out(lesson.session)
+        )
+        for row, lesson in zip(rows, [*content, *taught, *again], strict=True)
     ], found
+
+
+def _fitting(lessons: Sequence[Lesson], longest: int) -> list[Lesson]:
+    return [lesson for lesson in lessons if len(lesson.teacher_ids) + len(lesson.reply_ids) <= longest]
 
 
 async def lessons_of(
@@ -195,7 +210,7 @@ async def lessons_of(
 
 
 async def rehearsed(file: Path, codec: TextCodec, variables: dict[str, Any], most_tokens: int) -> list[Lesson]:
-    """Prompts of a file of tasks, to which the teacher is to reply as it does."""
+    """Prompts of a file of tasks, to which the base is to reply as it does."""
     conversation, lessons = ChatEncoder(codec, variables), list[Lesson]()
     for number, task in enumerate(await asyncio.to_thread(read_jsonl, file), 1):
         ids = (await conversation.opening(Observation(task.prompt))).ids
@@ -218,7 +233,7 @@ def lesson_of(session: str, turn: SessionTurn, codec: TextCodec, said_next: str 
         ids = (*codec.encode(codec.without_special(edited), False), *ended)
         return "edited", Lesson(session, turn.name, prompt, hinted, ids) if hinted else None
     if reward.value >= CONTENT and turn.finish_reason == "stop":
-        return "content", Lesson(session, turn.name, prompt, prompt, reply)
+        return "content", Lesson(session, turn.name, prompt, prompt, reply, is_content=True)
     judged = any(signal.kind in ("next_message", "verdict") for signal in turn.signals)
     correction = said_next if judged else ""
     hinted = hinted_ids(codec, turn, correction) if correction and reward.value < CORRECTED else ()

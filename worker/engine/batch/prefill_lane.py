@@ -223,7 +223,8 @@ class PrefillLane:
     def _read_together(self, task: PrefillTask, row: Row) -> None:
         """Read a text, and those that wait for the same head of the same version, all at once."""
         name, head = row.spec.head, self._model.head(row)
-        tasks = [task, *(other for other in self._tasks if _waits_for(other, name, task.adapter))]
+        others = [] if self._model.is_apart else self._tasks
+        tasks = [task, *(other for other in others if _waits_for(other, name, task.adapter))]
         states_NH = mx.stack([each.pool.vector_H for each in tasks if each.pool is not None])
         for each, outputs_O in zip(tasks, head(states_NH), strict=True):
             each.outputs[name] = outputs_O
@@ -263,7 +264,10 @@ class PrefillLane:
         logits_1LV = self._model.feed([ids], [task.done], [*task.kv, RowTag((task.rows[0],))])
         task.kv_versions.update(self._model.versions)
         if scores:
-            _collect(task, logits_1LV[0], task.ids[task.done + 1 : task.done + length + 1])
+            targets = task.ids[task.done + 1 : task.done + length + 1]
+            each = 1 if self._model.is_apart else length  # one at a time, as they are drawn
+            for at in range(0, length, each):
+                _collect(task, logits_1LV[0, at : at + each], targets[at : at + each], task.done + at)
         self._fed(task, length)
         self._keep(task)
         return length
@@ -306,6 +310,8 @@ class PrefillLane:
 
     def _together(self, task: PrefillTask, budget: int) -> list[PrefillTask]:
         """The task with others of its class that heads read, whole, in one forward; [] when there are no others."""
+        if self._model.is_apart:
+            return []
         most = int(min(budget, widest(0, self._pieces.area)))
         tasks: list[PrefillTask] = []
         width = 0
@@ -356,15 +362,16 @@ def _waits_for(task: PrefillTask, head: str, adapter: str) -> bool:
     return task.adapter == adapter and head in heads and not task.left and head not in task.outputs
 
 
-def _collect(task: PrefillTask, logits_LV: mx.array, targets: list[int]) -> None:
-    """Reduce a chunk's logits to the log-probabilities of the ids that follow, and of others that are asked about."""
+def _collect(task: PrefillTask, logits_LV: mx.array, targets: list[int], start: int) -> None:
+    """Reduce a chunk's logits, which begin at an id's index, to the log-probabilities of the ids that follow, and of
+    others that are asked about."""
     logprobs_LV = logits_LV - mx.logsumexp(logits_LV, axis=-1, keepdims=True)
     chosen_L = mx.take_along_axis(logprobs_LV, mx.array(targets)[:, None], axis=-1)[:, 0]
     if task.top_count:
         task.top_logprobs += top_lists(*most_likely(logprobs_LV, min(task.top_count, logprobs_LV.shape[-1])))
     for row in task.rows:
         if wants_others(row.sampling) and wants_prompt_logprobs(row):
-            task.others.setdefault(row, []).extend(others(row.sampling, logits_LV, logprobs_LV, task.done))
+            task.others.setdefault(row, []).extend(others(row.sampling, logits_LV, logprobs_LV, start))
     task.logprobs += cast(list[float], chosen_L.tolist())
 
 

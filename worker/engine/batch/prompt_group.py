@@ -103,7 +103,7 @@ class PromptGroup:
             for cache in self.cache:
                 cache.prepare(lengths=lengths, right_padding=padding)
         padded = [part + [0] * pad for part, pad in zip(parts, padding, strict=True)]
-        self._model.feed(padded, starts, self.cache)
+        self._model.feed(parts if self._model.is_apart else padded, starts, self.cache)
         if any(padding):
             for cache in self.cache:
                 cache.finalize()

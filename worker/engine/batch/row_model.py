@@ -16,6 +16,7 @@ import numpy as np
 
 from mlx_model.collectives.ranks import Ranks
 from mlx_model.heads.head import Head, Heads
+from mlx_model.kv import places
 from mlx_model.kv.cuda import few_shapes
 from mlx_model.kv.layout import KvLayout
 from mlx_model.networks.network import Network
@@ -53,7 +54,8 @@ class RowModel:
         self._ranks = ranks
         self.adapters: Adapters = adapters or NoAdapters()
         self._row_positions = row_positions_of(model)
-        self._decode_step = decode_step_of(model, tuning) if quick else None
+        self.is_apart = kv.apart is not None  # each row's bits depend on the row alone
+        self._decode_step = decode_step_of(model, tuning) if quick and not self.is_apart else None
         self._is_quick = quick
         self._twins: list[RowModel] = []
         self._shift_B: mx.array | None = None  # of the positions of these rows, after their prompts
@@ -73,6 +75,8 @@ class RowModel:
         """Hidden states [B, L, H] after the last norm; only of models that have them (`check`)."""
         assert self._hidden is not None, "a model without hidden states"
         self._enter(cache[-1])
+        if self.is_apart:
+            return self._in_places(self._hidden, tokens_BL, cache).reshape(*tokens_BL.shape, -1)
         with self._moved(), few_shapes.applied():
             hidden_BLH: mx.array = self._hidden(tokens_BL, cache=cache[:-1])
         return hidden_BLH
@@ -94,6 +98,9 @@ class RowModel:
 
     def check(self, spec: SequenceSpec) -> None:
         """UnsupportedModelError for a sequence that needs hidden states, where the model shows none."""
+        if self.is_apart and (spec.kind == "network" or spec.sampling.return_routed_experts):
+            what = "computes no networks" if spec.kind == "network" else "reports no experts"
+            raise UnsupportedModelError(f"a worker with --batch-invariant {what}", param="model")
         if spec.kind in ("embed", "head") and self._hidden is None:
             raise UnsupportedModelError("this model shows no hidden states: no embeddings, no heads", param="model")
         if spec.sampling.return_routed_experts and self._routes is None:
@@ -129,7 +136,8 @@ class RowModel:
     def quicken(self) -> None:
         """Let steps have the forward that is made for them, whose kernels are compiled and tried by this."""
         self.adapters.select(())  # a trial has rows of the base; each forward selects its own
-        self._decode_step, self._is_quick = decode_step_of(self.model, self.tuning), True
+        self._decode_step = None if self.is_apart else decode_step_of(self.model, self.tuning)
+        self._is_quick = True
         for twin in self._twins:
             twin.quicken()
 
@@ -175,6 +183,8 @@ class RowModel:
             if quick is not None:
                 forward = quick.adapted if any(self.versions) else quick
                 logits_BLV = forward(tokens_BL, cache[:-1], in_place=draws, whole=whole)
+            elif self.is_apart:
+                logits_BLV = self._in_places(self.model, tokens_BL, cache).reshape(*tokens_BL.shape, -1)
             else:
                 with self._moved():
                     logits_BLV = self.model(tokens_BL, cache=cache[:-1])
@@ -188,8 +198,13 @@ class RowModel:
 
     def feed(self, ids_BL: list[list[int]], starts_B: Sequence[int], cache: list[Any]) -> mx.array:
         """Logits [B, L, V] in fp32 of pieces of the rows' contexts, each from its place on; ids of images are read as
-        their features. With bf16 logits a trainer's log-probabilities would differ by up to 6e-2."""
+        their features. With bf16 logits a trainer's log-probabilities would differ by up to 6e-2. Of rows that lie
+        apart pieces may have any lengths, and logits are [1, N, V], row by row."""
         rows = cast(RowTag, cache[-1]).rows
+        if self.is_apart:
+            self._enter(cache[-1])
+            self.tokens_B1 = self.logits_B1V = None
+            return self._in_places(self.model, ids_BL, cache)[None].astype(mx.float32)
         if all(row.viewing is None for row in rows):
             return self(mx.array(ids_BL), cache=cache).astype(mx.float32)
         self._enter(cache[-1])
@@ -200,6 +215,17 @@ class RowModel:
             logits_BLV: mx.array = self.model(tokens_BL, cache=cache[:-1], input_embeddings=seen_BLH).astype(mx.float32)
         self.tokens_B1 = self.logits_B1V = None
         return logits_BLV
+
+    def _in_places(self, call: places.Forward, ids_BL: mx.array | list[list[int]], cache: Sequence[Any]) -> mx.array:
+        """Output of `call` at each of the ids [N, ...], row by row, each computed whatever the others are."""
+        rows = cast(RowTag, cache[-1]).rows
+        if isinstance(ids_BL, mx.array):
+            lengths, ids_N = [ids_BL.shape[1]] * ids_BL.shape[0], ids_BL.reshape(-1)
+        else:
+            lengths, ids_N = [len(ids) for ids in ids_BL], mx.array([each for ids in ids_BL for each in ids])
+        return places.forward(
+            call, ids_N, lengths, cache[:-1], lambda at: self.adapters.select(tuple([rows[row] for row in at]))
+        )
 
     def _enter(self, tag: RowTag) -> None:
         """Compute with the adapters of these rows from now on."""

@@ -55,6 +55,7 @@ class RowSampler:
         self._halves = model.tuning is not None and bool(model.tuning.halves)
         self._rows: tuple[Row, ...] = ()
         self._plan: SamplingPlan | None = None
+        self._plans: list[SamplingPlan] = []  # of each row, where rows do not depend on one another
         self._plain = PlainRows()
         self._ahead: tuple[Numbers, bytes | int, SamplingPlan] | None = (
             None  # of plain rows, and which places each had, last
@@ -65,6 +66,8 @@ class RowSampler:
         rows = self._model.rows
         logits_B1V, tokens_B1 = self._model.logits_B1V, self._model.tokens_B1
         assert logits_B1V is not None and tokens_B1 is not None, "the sampler runs after a one-token forward"
+        if self._model.is_apart:
+            return self._one_by_one(rows, logits_B1V[:, -1, :], tokens_B1)
         plan = self._plan
         if plan is None or rows is not self._rows or plan.expired:
             self._rows, self._plan = rows, (plan := self._planned(rows, logits_B1V.shape[-1]))
@@ -75,6 +78,24 @@ class RowSampler:
         for index, row in enumerate(rows):
             row.draws.append((draw, index))
             row.position += 1
+        return tokens_B
+
+    def _one_by_one(self, rows: tuple[Row, ...], logits_BV: mx.array, inputs_B1: mx.array) -> mx.array:
+        """Draw for each row by itself, so that sums and sorts over its tokens have one shape in any batch."""
+        vocab = logits_BV.shape[-1]
+        plans = self._plans if rows is self._rows else [self._planned((row,), vocab) for row in rows]
+        self._rows, self._plans = rows, plans
+        self._model.logits_B1V = None
+        tokens = []
+        for at, row in enumerate(rows):
+            plan = plans[at] = self._planned((row,), vocab) if plans[at].expired else plans[at]
+            one = slice(at, at + 1)
+            token_1, draw = plan.drawn(logits_BV[one], inputs_B1[one], self._model.versions[one], None)
+            tokens.append(token_1)
+            row.draws.append((draw, 0))
+            row.position += 1
+        tokens_B = mx.concatenate(tokens)
+        mx.async_eval(tokens_B, *(array for row in rows for array in row.draws[-1][0].arrays))  # type: ignore[no-untyped-call]
         return tokens_B
 
     def ahead(self, places: Places, logits_NV: mx.array, inputs_N: mx.array) -> tuple[mx.array, Draw]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from mlx_model.kv.kinds import Arrays, are_shared, kind_of, leaves, whole
+from mlx_model.kv.kinds import Arrays, kind_of, leaves, lie_apart, whole
 
 Layers = list[Arrays]  # of each leaf: arrays [rows, ...]; of a cut one [rows, heads, positions, dim]
 Shares = tuple[Sequence[int], Sequence[int]]  # as often as each leaf counts: of those that are cut, of the others
@@ -34,7 +34,7 @@ class KvRows:
     def of(cls, caches: Sequence[Any], rows: list[int] | None = None, starts: list[int] | None = None) -> KvRows:
         """Some rows of batched caches, or the caches of one row."""
         rows, starts, of_batch = rows or [0], starts or [0], rows or [0]
-        if are_shared(caches):
+        if lie_apart(caches):
             caches, starts = whole(caches, rows, starts)
             rows = list(range(len(rows)))
         cut, others = [], []
