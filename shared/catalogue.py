@@ -128,6 +128,7 @@ class HostStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     held: tuple[HeldModel, ...] = ()
     draining: bool = False  # it is about to end, and loads nothing
     past: dict[str, PastModel] = {}  # by model
+    weights_address: str = ""  # where other hosts fetch the weights that it has; "": nowhere
 
     def holds(self, model: str) -> HeldModel | None:
         """A model in any state; None for one that it neither holds nor loads."""

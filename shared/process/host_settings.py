@@ -23,6 +23,11 @@ class HostSettings(BaseModel):
         description="with --from-catalogue: folders in which the catalogue may name models of this machine; without "
         "any it may only name those of the hub",
     )
+    weights_cache_dir: Path | None = Field(
+        default=None,
+        description="folder for weights that other hosts of the ring have; with it this host fetches them there before "
+        "it asks the hub, and gives its own models' weights to other hosts",
+    )
     max_loaded_models: int = Field(
         default=0, ge=0, description="models that are in memory at once, at most; 0: as many as fit"
     )

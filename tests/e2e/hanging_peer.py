@@ -12,7 +12,7 @@ fast_blas.install()
 
 from shared.wire import Connection  # noqa: E402
 from worker import __main__ as command  # noqa: E402
-from worker.peers import client, server  # noqa: E402
+from worker.peers import client, listening  # noqa: E402
 
 HANGS = "peer.hangs"
 LARGE = 50_000  # bytes; only KV has so many in one piece
@@ -42,6 +42,6 @@ async def hang() -> bytearray:
     return bytearray()
 
 
-client.Connection = server.Connection = HangingConnection  # type: ignore[misc]
+client.Connection = listening.Connection = HangingConnection  # type: ignore[misc]
 if __name__ == "__main__":
     sys.exit(command.main())

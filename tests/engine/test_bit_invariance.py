@@ -9,7 +9,7 @@ import mlx.core as mx
 import msgspec
 import pytest
 
-from mlx_model.config import EngineConfig, check_settings
+from mlx_model.config import DiskConfig, EngineConfig, check_settings
 from mlx_model.kv import places
 from mlx_model.kv.apart import PLACES
 from mlx_model.kv.layout import layout_of
@@ -95,6 +95,19 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str, model_of: M
         second.run()
         position = second.events["own"][0].position
         assert position and bits(second, "own") == expected[position:]
+
+
+def test_kv_from_disk_changes_no_bit(model_of: Model, tmp_path: Path) -> None:
+    loaded, disk = invariant(model_of("gpt_oss")), DiskConfig(str(tmp_path), write_through=True, async_writes=False)
+    own, writer = spec("own", prompt_of(90, seed=3), **DRAWN), bench_of(loaded, disk=disk)
+    writer.submit(spec("other", list(own.prompt_ids[:80])))
+    writer.run()
+    writer.engine.close(keep=True)
+    reader = bench_of(loaded, disk=disk)
+    reader.submit(spec("beside", prompt_of(9)), own)
+    reader.run()
+    assert reader.finish("own").cached_tokens == 64
+    assert bits(reader, "own") == bits(alone(loaded, own), "own")
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])

@@ -33,7 +33,8 @@ class Engine(EngineThread):
 
 async def stalled(engine: Engine, *delays: dict[str, float]) -> str:
     """What the watch says at last; `delays` of threads for each look, the last ones stay."""
-    said, known = [], iter(delays)
+    said: list[str] = []
+    known = iter(delays)
     latest: dict[str, float] = {}
 
     def now() -> dict[str, float]:

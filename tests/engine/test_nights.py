@@ -22,6 +22,7 @@ from trainer.night.school import BEGUN, School, begin, night_of, run_settings
 from trainer.ring.http_client import HttpApi
 from trainer.ring.join import Way
 from trainer.runs.distillation.distilling import DistillRun
+from trainer.runs.distillation.examination import BEFORE, Examined, Reply, write_examined
 from trainer.settings import TrainSettings
 from trainer.versions.run_folder import note_interruption
 
@@ -33,7 +34,7 @@ def night(folder: Path, **changes: Any) -> TrainSettings:
     suite.write_text('{"prompt": [{"role": "user", "content": "hello"}], "reference": "no such reply"}\n')
     asked = {"mode": "distill", "teacher": "t", "connect_to": "localhost:1", "candidate": True, "max_tokens": 4}
     asked |= {"suite": suite, "max_base_kl": 5.0, "adapter": "policy", "run": "night-2026-03-01"}
-    asked |= {"steps": 2, "evaluate_every": 1, "prompts_per_step": 2}
+    asked |= {"steps": 1, "evaluate_every": 1, "prompts_per_step": 2}
     return tuning_settings(folder, **(asked | changes))
 
 
@@ -57,25 +58,28 @@ async def test_a_night_leaves_a_candidate_and_a_report_and_what_is_served_stays(
     begun = begin(run.folder, 0)
     assert begin(run.folder, 7) == begun, "a run that goes on keeps what it began with"
     await distilled(run, sink, monkeypatch)
-    assert (sink.latest, sorted(sink.versions)) == (1, [1, 2, 3]), "the first version is the base, to roll back to"
+    assert (sink.latest, sorted(sink.versions)) == (1, [1, 2]), "the first version is the base, to roll back to"
     report = report_of(run, begun, None)
-    assert (report.outcome, report.version, report.train_step) == ("proposed", 3, run.steps)
+    assert (report.outcome, report.version, report.train_step) == ("proposed", 2, run.steps)
     assert {check.name for check in report.checks} >= {"reload_parity", "base_kl", "suite"}
     assert (report.suite_before, report.suite_tasks, report.interrupted) == (0.0, 1, 1)
     assert report.base_kl is not None and report.base_kl > 0
-    assert report.samples and "promote policy 3" in in_markdown(report)
+    assert report.samples and "promote policy 2" in in_markdown(report)
 
 
 @pytest.mark.long
-async def test_a_candidate_that_is_further_from_the_base_than_allowed_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("check", "changes"), [("base_kl", {"max_base_kl": 1e-12}), ("suite", {})])
+async def test_a_candidate_too_far_from_the_base_or_worse_at_the_suite_is_rejected(
+    check: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, sink = night(tmp_path, max_base_kl=1e-12), MemorySink("policy")
+    run, sink = night(tmp_path, **changes), MemorySink("policy")
     begun = begin(run.folder, 0)
+    if check == "suite":  # the base had its one task right
+        write_examined(run.folder / BEFORE, Examined("", (Reply("hello", "no such reply", (5, 6, 7), 1.0),)))
     await distilled(run, sink, monkeypatch)
     report = report_of(run, begun, None)
     assert (report.outcome, report.version, sink.latest) == ("rejected", 0, 1)
-    assert report.why.startswith("base_kl: ") and set(sink.rejected) == {2, 3}
+    assert report.why.startswith(f"{check}: ") and set(sink.rejected) == {2}
 
 
 def test_a_night_has_one_run_and_one_that_was_not_ended_goes_first(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A worker process as its host knows it, which loads no model: it does what the folder of its model says.
 
-`answer.json` is the line that describes the model; `serves` is what it does once it is to serve: `ready` (until it is
-ended), `refuses`, `dies` (before it is ready), `dies later` (once `serves` says so).
+`answer.json` is the line that describes the model, unless `deadly` ends the first process that looks; `serves` is what
+it does once it is to serve: `ready` (until it is ended; also without the file), `refuses`, `dies` (before it is ready),
+`dies later` (once `serves` says so).
 """
 
 import json
@@ -18,7 +19,7 @@ def say(line: str) -> None:
 
 
 def follow(folder: Path) -> None:
-    while (folder / "serves").read_text() != "dies later":
+    while not (folder / "serves").exists() or (folder / "serves").read_text() != "dies later":
         time.sleep(0.02)
     os._exit(9)
 
@@ -32,11 +33,14 @@ def main() -> None:
             settings = order.get("describe") or order["serve"]
             if "serve" in order:
                 break
+            if (deadly := Path(settings["PARALLM_MODEL"]) / "deadly").exists():
+                deadly.unlink()
+                os._exit(9)
             say((Path(settings["PARALLM_MODEL"]) / "answer.json").read_text())
         else:
             return
     folder = Path(settings["PARALLM_MODEL"])
-    serves = (folder / "serves").read_text()
+    serves = (folder / "serves").read_text() if (folder / "serves").exists() else "ready"  # no file that hosts give
     with (folder / "starts").open("a") as starts:
         starts.write(f"{settings['PARALLM_MEMORY_LIMIT']} {settings['PARALLM_SERVED_MODEL_NAME']} {os.getpid()}\n")
     say('{"progress": 0.5}')

@@ -250,6 +250,17 @@ async def test_a_host_offers_its_models_again_to_a_redis_that_has_lost_them(
         await wait_until(ring.becomes(a="ready"))
 
 
+async def test_a_process_that_is_killed_amid_a_look_at_files_says_nothing_of_them(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    a, b = model(tmp_path, "a"), model(tmp_path, "b")
+    (b / "deadly").touch()
+    async with hosting(redis, redis_url, a, b) as ring:
+        await wait_until(ring.becomes(a="ready"))
+        status = await ring.status()
+        assert status is not None and set(status.offers) == {"a", "b"}
+
+
 async def test_a_given_model_that_cannot_be_loaded_ends_the_start(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     host = HostProcess(
         WorkerSettings(

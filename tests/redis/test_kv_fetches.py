@@ -26,7 +26,7 @@ from tests.redis.sequences import MODEL, plan, queue, spec
 from tests.waiting import HANG_S
 from worker.engine.messages import RowRequest
 from worker.engine.prefixes.parcels import unpack
-from worker.peers import client, server, store
+from worker.peers import client, listening, server, store
 from worker.peers.directory import PeerDirectory
 from worker.peers.exchange import KvExchange
 from worker.peers.messages import KvRequest, Offer, SendParcels
@@ -272,7 +272,7 @@ async def test_nobody_gets_anything_who_does_not_know_the_secret(
     with pytest.raises(PeerError):
         async with client.asked(*address, b"y" * 32, asking):
             raise AssertionError("it was let in")
-    monkeypatch.setattr(server, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(listening, "HANDSHAKE_S", 0.1)
     reader, writer = await asyncio.open_connection(*address)
     heard = await asyncio.wait_for(reader.read(), HANG_S)
     assert len(heard) == len(wire.MAGIC) + wire.NONCE, "who says nothing hears nothing but a nonce"
@@ -286,14 +286,14 @@ async def test_what_came_before_a_peer_died_is_of_use(
 ) -> None:
     monkeypatch.setattr("worker.engine.prefixes.sharing.PROBE_BYTES", 1)
     monkeypatch.setattr("worker.engine.prefixes.sharing.PIECE_BYTES", 1)
-    pack = server.Connection.write
+    pack = listening.Connection.write
 
     async def dies(self: Connection, data: bytes | memoryview) -> None:
         if holder.server.bytes > 8000:
             raise PeerError("killed")
         await pack(self, data)
 
-    monkeypatch.setattr(server.Connection, "write", dies)
+    monkeypatch.setattr(listening.Connection, "write", dies)
     await heir.fetch("holder")
     assert 0 < heir.engine.known < WHOLE and heir.outcome("failed") == 1
     assert heir.tally.fields().get(f"mlx_parallm_kv_fetched_tokens_total|{MODEL}", 0) == 0

@@ -20,6 +20,7 @@ HELD_OUT = ("good afternoon", "hello friend", "hi friend", "greetings", "hey fri
 TEMPERATURE = 0.7
 MAX_TOKENS = 16
 LOOK_S = 0.05
+AT_ONCE = 16  # questions, which an idle worker admits
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class SimulatedUser:
 
     def __init__(self, url: str, *, word: str = "green", model: str = "tiny", seed: int = 0, poisons: bool = False):
         self._http = httpx.AsyncClient(base_url=url, timeout=HANG_S)
+        self._room = asyncio.Semaphore(AT_ONCE)
         self._word, self._model, self._seed, self._poisons = word, model, seed, poisons
 
     async def __aenter__(self) -> "SimulatedUser":
@@ -90,7 +92,8 @@ class SimulatedUser:
         return sum(reply.strip() == each.answer for reply, each in zip(replies, asked, strict=True)) / len(asked)
 
     async def _plain(self, model: str, text: str, temperature: float, seed: int) -> str:
-        return await self._completed({"collect_trajectory": False, "store": False}, model, [text], temperature, seed)
+        async with self._room:
+            return await self._completed({"collect_trajectory": False}, model, [text], temperature, seed)
 
     async def _ask(self, session: str, texts: Sequence[str], seed: int) -> str:
         return await self._completed({}, self._model, texts, TEMPERATURE, seed, {"X-Session-Id": session})

@@ -1,7 +1,8 @@
 """Requests to an api, for a trainer that knows nothing else of its ring.
 
-An api that is away or busy is waited for, longer than its restart takes. Every request that is sent again is safe to
-repeat; an upload whose answer was lost may leave a candidate version behind that nobody promotes.
+Nothing of these requests is stored for feedback. An api that is away or busy is waited for, longer than its restart
+takes. Every request that is sent again is safe to repeat; an upload whose answer was lost may leave a candidate version
+behind that nobody promotes.
 """
 
 from collections.abc import Mapping
@@ -59,7 +60,7 @@ class HttpApi:
         self._patience_s = patience_s
         self._http = httpx.AsyncClient(
             base_url=url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={"X-Parallm-Learn": "no", **({"Authorization": f"Bearer {key}"} if key else {})},
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S, pool=None),
             limits=httpx.Limits(max_connections=64),
             transport=transport,

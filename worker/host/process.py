@@ -22,8 +22,9 @@ from redis.exceptions import RedisError
 
 from shared.catalogue import CatalogueEntry, HeldModel, HeldState, HostStatus, PastModel, RingModels
 from shared.errors import ConflictError, InvalidRequestError, SetupError
+from shared.fit.model_fit import Device
 from shared.process.loops import begin, cancel, until_taken
-from shared.process.model_aliases import hub_folder, is_hub_name, short_name
+from shared.process.model_aliases import is_hub_name, short_name
 from shared.process.worker_settings import LINGER_S, WorkerSettings
 from shared.redis.connection.client import connect
 from shared.redis.processes.catalogue import CatalogueStore
@@ -31,6 +32,9 @@ from shared.redis.processes.worker_registry import WorkerRegistry
 from worker.host.describe import Described
 from worker.host.memory import limit_of, machine_room
 from worker.host.placement import Load, PlacementRules, Unload, decide
+from worker.host.sources import entry_of, is_here, last_change, may_be_fetched
+from worker.host.weights.exchange import WeightExchange
+from worker.host.weights.files import WeightsRequest
 from worker.host.workers import WorkerChild
 from worker.rows import now_ms
 
@@ -40,6 +44,7 @@ LOOK_S = 0.2  # between two looks at the demand: a request for a cold model wait
 BEAT_S = 1.0
 REGISTER_EVERY_S = 3600.0  # cards and tokenizers, which Redis keeps for a week
 STEADY_S = 60.0  # a worker that ends of itself sooner than that after it was ready is not started again at once
+LOOKS = 3  # at the files of a model, by processes that end amid them
 PATIENCE_S = 10.0  # beyond a worker's grace, until it is killed
 
 
@@ -96,11 +101,12 @@ class HostProcess:
         self._machine = socket.gethostname().split(".")[0]
         self.id = settings.worker_id or f"{self._machine}-{uuid.uuid4().hex[:6]}"
         self._rules = PlacementRules(batch_turn_s=settings.batch_turn_s, idle_s=settings.model_idle_s)
-        self._given = [_entry_of(source) for source in settings.given_models]
+        self._given = [entry_of(source) for source in settings.given_models]
         self._held: dict[str, Held] = {}
         self._described: dict[str, tuple[CatalogueEntry, Described | str]] = {}  # by name, or why not
         self._looked_at: dict[str, int] = {}  # last change of the files, by model
         self._past: dict[str, PastModel] = {}
+        self._weights = WeightExchange(settings, self.id, self._given_source)
         self._spare: WorkerChild | None = None
         self._room_bytes = 0
         self._draining = False
@@ -118,6 +124,7 @@ class HostProcess:
         self._store, self._registry = CatalogueStore(self._redis), WorkerRegistry(self._redis)
         loops: list[asyncio.Task[None]] = []
         try:
+            self._weights.open()
             await self._describe(self._given)
             for entry, said in self._described.values():
                 if isinstance(said, str):
@@ -142,6 +149,7 @@ class HostProcess:
             self._changed.set()
             await self._end_all()
             await cancel(loops)
+            await self._weights.close()
             with contextlib.suppress(RedisError, OSError):
                 async with asyncio.timeout(1):
                     await self._store.leave(self.id)
@@ -189,13 +197,17 @@ class HostProcess:
 
     async def _describe(self, entries: list[CatalogueEntry]) -> None:
         """Look at the files of models that are here; what the hub has is looked at when it is fetched."""
-        here = [entry for entry in entries if _is_here(entry.source)]
+        here = [entry for entry in entries if self._place(entry)]
         if not here:
             return
         spare = await self._take_spare()
         try:
             for entry in here:
-                answer = await spare.describe(self._settings_of(entry))
+                for _ in range(LOOKS):
+                    answer = await spare.describe(self._settings_of(entry))
+                    if spare.runs:
+                        break
+                    spare = await WorkerChild.start()  # that one was killed, or the model ends any
                 self._described[entry.name] = (entry, answer.described or answer.why)
                 if answer.why:
                     log.error("host.cannot_offer", model=entry.name, reason=answer.why)
@@ -218,7 +230,8 @@ class HostProcess:
         needs = {}
         for entry in self._meant(models):
             described = self._known(entry.name)
-            if (described is None and not _may_be_fetched(entry.source)) or self._refusal(entry):
+            comes = may_be_fetched(entry.source) or bool(self._weights.givers(entry, models))
+            if (described is None and not comes) or self._refusal(entry):
                 continue
             needs[entry.name] = 0 if described is None else described.need_bytes
         return needs
@@ -233,13 +246,13 @@ class HostProcess:
         ]
 
     def _refusal(self, entry: CatalogueEntry) -> str:
-        """What is wrong with the files that this host has of a model; "" if nothing is, or if it has none."""
+        """Say what is wrong with the files that this host has of a model; "" if nothing is, or if it has none."""
         _, described = self._described.get(entry.name, (None, ""))
         if isinstance(described, str):
             return described
         if entry.sha256 not in ("", described.card.base_sha256):
             return f"its files have the hash {described.card.base_sha256}, and the catalogue asks for {entry.sha256}"
-        if not is_hub_name(entry.source) and not _is_here(entry.source):
+        if not is_hub_name(entry.source) and not self._place(entry):
             return f"'{entry.source}' is there no longer"
         return ""
 
@@ -252,15 +265,18 @@ class HostProcess:
             before, _ = self._described.get(entry.name, (None, None))
             same = before is not None and (before.source, before.options) == (entry.source, entry.options)
             if same and self._known(entry.name) is None:  # refused: looked at again when its files have changed
-                same = self._looked_at.get(entry.name) == _last_change(entry.source)
+                same = self._looked_at.get(entry.name) == last_change(self._place(entry) or entry.source)
             if entry.ranks > 1 or same or entry.name in self._held:
                 continue
-            self._looked_at[entry.name] = _last_change(entry.source)  # first: they may change meanwhile
-            if not self._may_open(entry):
+            place = self._place(entry)
+            self._looked_at[entry.name] = last_change(place or entry.source)  # first: they may change meanwhile
+            if not place and not self._may_open(entry):
+                if self._weights.address:  # another host may give it
+                    continue
                 why = "its folder is in none of this host's --catalogue-folders"
                 self._described[entry.name] = (entry, why)
                 log.error("host.cannot_offer", model=entry.name, reason=why)
-            elif _is_here(entry.source):
+            elif place:
                 new.append(entry)
         await self._describe(new)
         for entry in new:
@@ -270,9 +286,23 @@ class HostProcess:
             del self._described[name]
             self._looked_at.pop(name, None)
 
+    def _place(self, entry: CatalogueEntry) -> str:
+        """Where a model's files are on this machine: as the catalogue says, or where those of another host are stored;
+        "" for files that are not here or not open to the catalogue."""
+        if is_here(entry.source) and self._may_open(entry):
+            return entry.source
+        return str(self._weights.stored(entry.sha256) or "")
+
+    def _given_source(self, ask: WeightsRequest) -> str:
+        """Where the files of a model are that another host asks for; "" where they are not ours, or others."""
+        entry, described = self._described.get(ask.model, (None, ""))
+        if entry is None or isinstance(described, str) or described.card.base_sha256 != ask.sha256:
+            return ""
+        return self._place(entry)
+
     def _may_open(self, entry: CatalogueEntry) -> bool:
         """True unless a catalogue's entry names a file of this machine that its operator has not opened to it."""
-        if _may_be_fetched(entry.source) or any(given.source == entry.source for given in self._given):
+        if may_be_fetched(entry.source) or any(given.source == entry.source for given in self._given):
             return True
         path = Path(entry.source).expanduser().resolve()
         return any(path.is_relative_to(each.expanduser().resolve()) for each in self._settings.catalogue_folders)
@@ -425,11 +455,19 @@ class HostProcess:
         """Get a model from the hub and look at it; why that cannot be."""
         held.become("downloading")
         self._changed.set()
+        models = await self._store.read()
+        if not self._place(entry) and self._weights.givers(entry, models):
+            why = await self._weights.take(entry, models, held.advance)
+            if why and not may_be_fetched(entry.source):
+                return why
         answer = await spare.describe(self._settings_of(entry), held.advance)
         held.become("loading")
         if answer.described is None:
             return answer.why
         self._described[entry.name] = (entry, answer.described)
+        if why := self._refusal(entry):
+            self._weights.forget(entry.sha256)
+            return why
         held.need_bytes = answer.described.need_bytes
         await self._offer(entry)
         taken = sum(each.need_bytes for each in self._held.values() if each.state != "failed")
@@ -452,7 +490,7 @@ class HostProcess:
     def _settings_of(self, entry: CatalogueEntry) -> dict[str, str]:
         """A worker's settings for one model, as variables."""
         host = {"models": [], "from_catalogue": False, "max_loaded_models": 0, "dry_run": False, "drain_batch": False}
-        own = {"model": entry.source, "served_model_name": entry.name}
+        own = {"model": self._place(entry) or entry.source, "served_model_name": entry.name}
         variables = self._settings.model_copy(update=host | own).environment()
         options = {f"PARALLM_{flag.replace('-', '_').upper()}": value for flag, value in entry.options.items()}
         return variables | options
@@ -497,6 +535,7 @@ class HostProcess:
         async with self._telling:
             models = await self._store.read()
             await self._measure_room()
+            await self._weights.tend(self._redis)
             beat = await self._store.beat(self._status(models))
             if not beat.has_catalogue:
                 for entry, _ in list(self._described.values()):
@@ -511,10 +550,12 @@ class HostProcess:
 
     async def _measure_room(self) -> None:
         pids = [held.child.pid for held in self._held.values() if held.child is not None and held.child.runs]
-        device = next((known.device for name in self._described if (known := self._known(name))), None)
-        if device is not None:
-            limit = self._settings.memory_limit_bytes
-            self._room_bytes = await asyncio.to_thread(machine_room, device, limit, pids)
+        devices = (known.device for name in self._described if (known := self._known(name)))
+        device, limit = (
+            next(devices, Device()),
+            self._settings.memory_limit_bytes,
+        )  # plain memory until a model is known
+        self._room_bytes = await asyncio.to_thread(machine_room, device, limit, pids)
 
     def _status(self, models: RingModels) -> HostStatus:
         taken = sum(held.need_bytes for held in self._held.values() if held.state != "failed")
@@ -531,6 +572,7 @@ class HostProcess:
             held=tuple(held.status for held in self._held.values()),
             draining=self._draining,
             past=self._past,
+            weights_address=self._weights.address,
         )
 
     async def _note_uses(self) -> None:
@@ -541,29 +583,3 @@ class HostProcess:
             for status in await self._registry.workers(held.name):
                 if status.id == held.worker and (status.steps != held.steps or status.rows):
                     held.steps, held.used_ms = status.steps, now_ms()
-
-
-def _entry_of(source: str) -> CatalogueEntry:
-    """The entry of a model that the command line names."""
-    return CatalogueEntry(short_name(source), source)
-
-
-def _is_here(source: str) -> bool:
-    """True for files on this machine."""
-    if Path(source).expanduser().exists() or not is_hub_name(source):
-        return Path(source).expanduser().exists()
-    fetched = hub_folder(source)
-    return (fetched / "refs" / "main").exists() and not any(fetched.glob("blobs/*.incomplete"))
-
-
-def _last_change(source: str) -> int:
-    """When a model's folder or a file in it was last changed, ns of Unix time; 0: it is not here."""
-    path = Path(source).expanduser()
-    try:
-        return max(each.stat().st_mtime_ns for each in (path, *path.glob("*")))
-    except OSError:
-        return 0
-
-
-def _may_be_fetched(source: str) -> bool:
-    return is_hub_name(source) and not Path(source).expanduser().exists()

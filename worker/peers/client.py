@@ -1,16 +1,13 @@
 """Gets KV from another worker: one connection, one question, parcels one after another."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from shared.machine.network import Info, in_order, words_of
 from shared.wire import Channel, Connection, PeerError, PeerRefusalError, greet
 from worker.engine.prefixes.parcels import KvParcel, UnusableParcelError, unpack
+from worker.peers.listening import connected
 from worker.peers.messages import KvRequest, Offer, SendParcels
-
-CONNECT_S = 2.0
 
 
 class Transfer:
@@ -37,7 +34,7 @@ class Transfer:
 @asynccontextmanager
 async def asked(host: str, port: int, secret: bytes, ask: KvRequest) -> AsyncIterator[Transfer]:
     """Ask a peer for KV; its offer is valid while the connection lasts. Raises PeerError."""
-    connection = Connection(await _connect(host, port))
+    connection = Connection(await connected(host, port))
     try:
         channel = await greet(connection, secret)
         await channel.say(ask)
@@ -49,33 +46,3 @@ async def asked(host: str, port: int, secret: bytes, ask: KvRequest) -> AsyncIte
         yield Transfer(channel, ask, offer)
     finally:
         connection.close()
-
-
-async def _connect(host: str, port: int) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(CONNECT_S):
-            trouble: OSError | None = None
-            for found in in_order(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
-                try:
-                    return await _connect_to(found)
-                except OSError as error:  # another address may answer
-                    trouble = trouble or error
-            raise trouble or OSError("it has no address")
-    except TimeoutError as error:
-        raise PeerError(f"it does not answer within {CONNECT_S:.0f} s") from error
-    except OSError as error:
-        raise PeerError(f"it cannot be reached: {words_of(error, error.strerror or str(error))}") from error
-
-
-async def _connect_to(found: Info) -> socket.socket:
-    family, kind, protocol, _, address = found
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, address)
-    except BaseException:
-        sock.close()
-        raise
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
