@@ -126,7 +126,7 @@ class ContextEdit(HistoryModel):
 
 
 class ContextManagement(RequestModel):
-    """Edits of earlier turns."""
+    """The edits of earlier turns that a client asks for (Anthropic's context editing)."""
 
     edits: list[ContextEdit] = Field(default_factory=list, max_length=64)
 

@@ -127,7 +127,7 @@ class DocumentBlock(HistoryModel):
 
     @property
     def text(self) -> str:
-        """What the model sees in place of the document."""
+        """The document as the model sees it: title, context and text, or words that it cannot be read."""
         shown = "[a document, which you cannot read]" if self.source.text is None else self.source.text
         return "\n".join(filter(None, (self.title, self.context, shown)))
 
