@@ -206,12 +206,13 @@ class AllowedChoice(RequestModel):
     allowed_tools: AllowedTools
 
     def of(self, tools: Sequence[ChatTool] | None) -> list[ChatTool]:
-        """Those of the tools that are allowed, and all that are not served; InvalidRequestError for one that there is
-        not."""
-        names = {each.function.name for each in self.allowed_tools.tools if isinstance(each, NamedChoice)}
+        """Those of the tools that are allowed, with the allowed ones that are not served; InvalidRequestError for one
+        that there is not."""
+        allowed = self.allowed_tools.tools
+        names = {each.function.name for each in allowed if isinstance(each, NamedChoice)}
         if missing := names - {tool.function.name for tool in served(tools)}:
             raise InvalidRequestError(f"no tool is named '{min(missing)}'", param="tool_choice")
-        return [tool for tool in tools or () if isinstance(tool, UnservedTool) or tool.function.name in names]
+        return [*(tool for tool in served(tools) if tool.function.name in names), *unserved(allowed)]
 
 
 Tools = Annotated[

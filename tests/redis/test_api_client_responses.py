@@ -130,7 +130,7 @@ async def test_allowed_tools_are_taken_in_their_shape(server: Api, worker: Scrip
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "c"}]}
     refused = (await server.post("/v1/responses", {"input": "x", "tools": tools, "tool_choice": choice})).json()
     assert refused["error"]["param"] == "tool_choice" and "'c'" in refused["error"]["message"]
-    wrong = json.loads(json.dumps(choice)) | {"tools": [{"type": "mcp", "name": "c"}]}
+    wrong = choice | {"mode": "required", "tools": [{"type": "mcp", "name": "c"}]}
     refused = (await server.post("/v1/responses", {"input": "x", "tools": tools, "tool_choice": wrong})).json()
     assert "mcp" in refused["error"]["message"]
 
