@@ -8,6 +8,7 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     jobs.py          a job that is submitted and polled
     episodes.py      turns of a conversation, and how they follow one another
     signals.py       what shows how good a turn was, and the reward that it comes to
+    night.py         what a night's run has learned from sessions, and proposes
     trajectories.py  what a rollout leaves behind
     replay.py        verdicts on tokens that were computed again
     adapters.py      an adapter version

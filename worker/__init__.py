@@ -17,6 +17,7 @@
     ring_memory.py     what sequences have written, shared for drafts
     peers/        KV that workers fetch from one another
     tune.py       measures a model on this machine, for `mlx_parallm doctor --tune`
+    invariance.py      tries `--batch-invariant` with a model on this machine, for `mlx_parallm doctor`
     guest.py      another user of the engine thread, such as a trainer
 
 `engine/` is the continuous batch on MLX. `jobs/` is the job runner, another process, without MLX.
