@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from api.cli.client import InferenceClient
 from shared.catalogue import CatalogueEntry, HeldModel, HostStatus
 from shared.learners import BeginRequest, LearnerSpec, SaveDone, SaveInfo, ServiceCard
+from shared.night import NightReport
 from shared.redis import keys
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.connection.client import connect
@@ -103,6 +104,7 @@ async def filled(served: Ring, redis: Redis) -> dict[str, str]:
     await board.write(TrainerStatus(policy="policy", run="r", owner="owner"))
     await board.add(TrainingPoint(train_step=0, policy_step=1, version=1, at_ms=1))
     await board.alert("no_signal", "all rewards are equal")
+    await board.put_night(NightReport(policy="policy", run="night", began_ms=1, ended_ms=2, outcome="unfinished"))
     state, saved = await learned(LearnerStore(redis), f"{session}:train:0")
     await TinkerStore(redis).note_run(keys.keeper("tinker of "), f"{session}:train:0")
     await TinkerStore(redis).put_download("digest", TinkerDownload(f"{session}:train:0", "state", "a", saved, 0))

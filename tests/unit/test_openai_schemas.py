@@ -132,7 +132,6 @@ def test_contradictions_are_refused(body: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
