@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, WithJsonSchema, model_validator
 
+from api.http.content import UNSEEN_IMAGE
 from api.http.fields import HistoryModel, Off, RequestModel, complaint
 from api.openai.tools import by_type, known_type
 from shared.errors import InvalidRequestError
@@ -182,7 +183,7 @@ class ToolResultBlock(HistoryModel):
         return self.model_copy(update={"content": content})
 
 
-_UNSEEN = TextBlock(type="text", text="[an image, which you cannot see]")
+_UNSEEN = TextBlock(type="text", text=UNSEEN_IMAGE)
 
 
 Block = Annotated[

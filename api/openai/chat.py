@@ -12,7 +12,7 @@ from api.generation.plan import PreparedRequest, encoded, plan
 from api.generation.structured import grammar_of_format, grammar_of_outputs
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
-from api.http.content import MessagePart
+from api.http.content import UNSEEN_IMAGE, MessagePart
 from api.http.errors import error_responses
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
 from api.openai.conversations import conversation, plain
@@ -75,7 +75,7 @@ def seen_by(body: ChatCompletionRequest, card: ModelCard) -> tuple[ChatCompletio
     return body.model_copy(update={"messages": shown}), [] if card.vision is not None else ["messages.tool.image"]
 
 
-_UNSEEN = MessagePart(type="text", text="[an image, which you cannot see]")
+_UNSEEN = MessagePart(type="text", text=UNSEEN_IMAGE)
 
 
 async def prepare(

@@ -218,9 +218,6 @@ class ApartRead:
             if self.is_latent:
                 own_mask, values = mask[at : at + 1] @ values.swapaxes(-1, -2), keys
             outputs.append(fused(query, keys, values, scale=scale, mask=own_mask, sinks=sinks))
-        left = queries.shape[0] - len(outputs)
-        return (
-            mx.concatenate([*outputs, mx.zeros((left, *outputs[0].shape[1:]), queries.dtype)])
-            if left
-            else (mx.concatenate(outputs))
-        )
+        if left := queries.shape[0] - len(outputs):
+            outputs.append(mx.zeros((left, *outputs[0].shape[1:]), queries.dtype))
+        return mx.concatenate(outputs)

@@ -225,16 +225,18 @@ class HostProcess:
         else:
             await spare.kill()
 
-    def _needs(self, models: RingModels) -> dict[str, int]:
-        """Models that this host could load, and the memory that each takes here; 0: not known."""
-        needs = {}
+    def _offers(self, models: RingModels) -> tuple[dict[str, int], dict[str, str]]:
+        """Models that this host could load, and the memory that each takes here, 0: not known; and models whose files
+        it has and cannot load, and why."""
+        needs, refuses = dict[str, int](), dict[str, str]()
         for entry in self._meant(models):
             described = self._known(entry.name)
             comes = may_be_fetched(entry.source) or bool(self._weights.givers(entry, models))
-            if (described is None and not comes) or self._refusal(entry):
-                continue
-            needs[entry.name] = 0 if described is None else described.need_bytes
-        return needs
+            if why := self._refusal(entry):
+                refuses[entry.name] = why
+            elif described is not None or comes:
+                needs[entry.name] = 0 if described is None else described.need_bytes
+        return needs, refuses
 
     def _meant(self, models: RingModels) -> list[CatalogueEntry]:
         """Models of the catalogue that this host is to load if it can."""
@@ -357,7 +359,7 @@ class HostProcess:
             return
         if not await self._store.take_load(name, self.id, models.loads.get(name, 0)):
             return
-        entry, needs = models.entries[name], self._needs(models)
+        entry, needs = models.entries[name], self._offers(models)[0]
         expected = self._past.get(name, PastModel()).load_s
         held = Held(name, needs.get(name, 0) or entry.size_bytes, expected, since_ms=now_ms(), used_ms=now_ms())
         log.info("host.loads", model=name, why=action.why, unloads=list(action.evict))
@@ -551,14 +553,13 @@ class HostProcess:
     async def _measure_room(self) -> None:
         pids = [held.child.pid for held in self._held.values() if held.child is not None and held.child.runs]
         devices = (known.device for name in self._described if (known := self._known(name)))
-        device, limit = (
-            next(devices, Device()),
-            self._settings.memory_limit_bytes,
-        )  # plain memory until a model is known
+        device = next(devices, Device())  # plain memory until a model is known
+        limit = self._settings.memory_limit_bytes
         self._room_bytes = await asyncio.to_thread(machine_room, device, limit, pids)
 
     def _status(self, models: RingModels) -> HostStatus:
         taken = sum(held.need_bytes for held in self._held.values() if held.state != "failed")
+        offers, refuses = self._offers(models)
         return HostStatus(
             id=self.id,
             host=self._machine,
@@ -567,8 +568,8 @@ class HostProcess:
             memory_bytes=self._room_bytes,
             free_bytes=self._room_bytes - taken,
             most_models=self._settings.max_loaded_models,
-            offers=self._needs(models),
-            refuses={entry.name: why for entry in self._meant(models) if (why := self._refusal(entry))},
+            offers=offers,
+            refuses=refuses,
             held=tuple(held.status for held in self._held.values()),
             draining=self._draining,
             past=self._past,

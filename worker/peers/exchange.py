@@ -13,9 +13,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.errors import SetupError
 from shared.process.worker_settings import LINGER_S, WorkerSettings
-from shared.redis.connection.address import own_address
 from shared.redis.connection.faults import reason
 from shared.sequences import ModelCard, SequenceSpec
 from shared.telemetry.metrics import Tally
@@ -23,6 +21,7 @@ from worker.engine.messages import RowRequest
 from worker.engine.thread import EngineThread
 from worker.peers.directory import PeerDirectory
 from worker.peers.fetching import FetchCounts, Fetching
+from worker.peers.listening import listen_for
 from worker.peers.server import PeerServer
 from worker.peers.store import EngineStore
 
@@ -30,7 +29,6 @@ log = structlog.get_logger()
 
 QUIET_S = 1.0  # without a fetch for so long, and with nothing waiting, none will come
 LOOK_EVERY_S = 0.2
-EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
 class KvExchange:
@@ -64,20 +62,8 @@ class KvExchange:
             self._version,
         )
         self._given = tally.counter("mlx_parallm_kv_given_bytes_total", self._model)
-        wish = self._settings.kv_transfer_host
-        if wish in EVERYWHERE:
-            raise SetupError(f"--kv-transfer-host {wish}: this is no address at which other workers could connect")
-        try:
-            host = own_address(self._settings.redis, self._settings.kv_transfer_host)
-            port = self._server.listen(host)
-        except OSError as error:
-            flag = f"--kv-transfer-host {wish}" if wish else "--kv-transfer"
-            why = error.strerror or str(error)
-            raise SetupError(
-                f"{flag}: cannot listen there for the other workers: {why}; give an address of this "
-                "machine with --kv-transfer-host"
-            ) from error
-        self.address = f"{host}:{port}"
+        s = self._settings
+        self.address = listen_for("workers", self._server.listen, s.redis, s.kv_transfer_host, "--kv-transfer")
         log.info("kv.listens", address=self.address)
 
     async def tend(self) -> None:

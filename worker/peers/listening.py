@@ -10,7 +10,9 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
+from shared.errors import SetupError
 from shared.machine.network import Info, in_order, words_of
+from shared.redis.connection.address import own_address
 from shared.wire import MAGIC, Channel, Connection, PeerError, admit
 
 log = structlog.get_logger()
@@ -18,6 +20,7 @@ log = structlog.get_logger()
 HANDSHAKE_S = 3.0
 MAX_STRANGERS = 32  # connections without a proof yet
 CONNECT_S = 2.0
+EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
 class Listener:
@@ -99,6 +102,24 @@ class Listener:
             raise PeerError("it did not say who it is") from None
         finally:
             self._strangers -= 1
+
+
+def listen_for(others: str, listen: Callable[[str], int], redis: str, wish: str, flag: str) -> str:
+    """Begin to listen at an address that other machines can reach; it is `host:port`.
+
+    `listen`: begins at a host, and returns the port. `wish`: --kv-transfer-host; "" for the address at which this
+    machine reaches `redis`. SetupError where this is no address of this machine; it names `others` and `flag`.
+    """
+    if wish in EVERYWHERE:
+        raise SetupError(f"--kv-transfer-host {wish}: this is no address at which other {others} could connect")
+    try:
+        host = own_address(redis, wish)
+        return f"{host}:{listen(host)}"
+    except OSError as error:
+        raise SetupError(
+            f"{f'--kv-transfer-host {wish}' if wish else flag}: cannot listen there for the other {others}: "
+            f"{error.strerror or error}; give an address of this machine with --kv-transfer-host"
+        ) from error
 
 
 async def connected(host: str, port: int) -> socket.socket:

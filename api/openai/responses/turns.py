@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, WithJsonSchema, model_validator
 
 from api.generation.free_text import arguments_of
+from api.http.content import UNSEEN_IMAGE
 from api.http.fields import HistoryModel, Off, complaint
 from api.openai.responses.items import unsealed
 from api.openai.responses.parts import Content, ImagePart, Part, TextPart, text_of
@@ -130,7 +131,7 @@ class CallOutputItem(InputItem):
         return {"type": self.type, "call_id": self.call_id, "output": output, "status": "completed"}
 
 
-_UNSEEN = TextPart(type="input_text", text="[an image, which you cannot see]")
+_UNSEEN = TextPart(type="input_text", text=UNSEEN_IMAGE)
 
 
 class _Thought(HistoryModel):

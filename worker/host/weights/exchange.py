@@ -10,18 +10,15 @@ import structlog
 from redis.asyncio import Redis
 
 from shared.catalogue import CatalogueEntry, RingModels
-from shared.errors import SetupError
 from shared.process.model_aliases import hub_folder
 from shared.process.worker_settings import WorkerSettings
-from shared.redis.connection.address import own_address
 from shared.redis.processes.ring_secret import ring_secret
 from worker.host.weights.files import WeightsRequest
 from worker.host.weights.giver import WeightGiver
 from worker.host.weights.taker import WeightTaker
+from worker.peers.listening import listen_for
 
 log = structlog.get_logger()
-
-EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
 class WeightExchange:
@@ -40,16 +37,8 @@ class WeightExchange:
         """Listen. SetupError where the settings name no address of this machine."""
         if self._taker is None:
             return
-        if (wish := self._settings.kv_transfer_host) in EVERYWHERE:
-            raise SetupError(f"--kv-transfer-host {wish}: this is no address at which other hosts could connect")
-        try:
-            host = own_address(self._settings.redis, wish)
-            self.address = f"{host}:{self._giver.listen(host)}"
-        except OSError as error:
-            raise SetupError(
-                f"--weights-cache-dir: cannot listen for other hosts: {error.strerror or error}; give an address of "
-                "this machine with --kv-transfer-host"
-            ) from error
+        s = self._settings
+        self.address = listen_for("hosts", self._giver.listen, s.redis, s.kv_transfer_host, "--weights-cache-dir")
         log.info("weights.listens", address=self.address)
 
     async def tend(self, redis: Redis) -> None:
