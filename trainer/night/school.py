@@ -40,6 +40,7 @@ from trainer.runs import stopping
 from trainer.runs.data import DataRun, train_on_data
 from trainer.runs.distillation.distilling import DistillRun
 from trainer.runs.distillation.hindsight import NothingToLearnError
+from trainer.runs.run import GaveUpError
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import write_whole
 from trainer.versions.run_folder import note_interruption
@@ -142,14 +143,12 @@ class School:
             await self._pause(NOTHING_S)
             return
         except ParallmError as error:
-            outcome, why = "failed", str(error)
+            outcome, why = ("rejected" if isinstance(error, GaveUpError) else "failed"), str(error)
             log.error("night.failed", reason=why[:1000])
         except Exception as error:  # of this run's alone: the school goes on with the next night
             outcome, why = "failed", f"{type(error).__name__}: {error}"
             log.exception("night.failed")
         report = await asyncio.to_thread(report_of, settings, begun, outcome, why)
-        if outcome == "failed" and "failed the gate" in why:
-            report = msgspec.structs.replace(report, outcome="rejected")
         await publish(report, settings.folder, redis)
         _log(report)
 

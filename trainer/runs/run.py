@@ -33,6 +33,11 @@ from trainer.versions.run_folder import WAYS, begin_anew, note_interruption
 
 L = TypeVar("L")
 
+
+class GaveUpError(ParallmError):
+    """Too many candidates in a row have failed the gate."""
+
+
 log = structlog.get_logger()
 
 
@@ -133,11 +138,11 @@ class Run(ABC, Generic[L]):
         log.warning("version.rejected", checks=failed)
 
     async def _check_patience(self, failed: str) -> None:
-        """ParallmError, and an alert, once too many candidates in a row have failed the gate."""
+        """GaveUpError, and an alert, once too many candidates in a row have failed the gate."""
         if self._rejections >= self.settings.max_rejections:
             message = f"{self._rejections} candidates in a row failed the gate: {failed}"
             await self._sink.alert("gave_up", f"the run ends: {message}")
-            raise ParallmError(message)
+            raise GaveUpError(message)
 
     async def _note_best(self, version: int, value: float) -> None:
         """Point `best` at a version that is better on what is held out than all before."""
