@@ -38,7 +38,7 @@ async def measure(
 
     async def generated(seed: int) -> str:
         body = {"model": model, "prompt": f"Question {seed}:", "max_tokens": tokens, "seed": seed, "ignore_eos": True}
-        return str((await client.post("/v1/completions", json=body | way)).raise_for_status().json()["id"])
+        return str((await _asked(client, "/v1/completions", body | way))["id"])
 
     begin = time.monotonic()
     names = await asyncio.gather(*map(generated, seeds))
@@ -46,8 +46,7 @@ async def measure(
 
     async def replayed(name: str) -> dict[str, Any]:
         async with places:
-            reply = await client.post("/v1/replay", json={"id": name, "bound": bound})
-            (report,) = reply.raise_for_status().json()["data"]
+            (report,) = (await _asked(client, "/v1/replay", {"id": name, "bound": bound}))["data"]
             return dict(report)
 
     reports = await asyncio.gather(*map(replayed, names))
@@ -63,6 +62,12 @@ async def measure(
         f"replays took {(time.monotonic() - middle) / (middle - begin):.1f} of the time"
     )
     return counts, largest, line
+
+
+async def _asked(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
+    while (reply := await client.post(path, json=body)).status_code == 503:  # a busy machine says so now and then
+        await asyncio.sleep(1)
+    return reply.raise_for_status().json()
 
 
 async def measure_all(url: str, args: argparse.Namespace) -> None:
