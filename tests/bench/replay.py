@@ -65,9 +65,11 @@ async def measure(
 
 
 async def _asked(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    while (reply := await client.post(path, json=body)).status_code == 503:  # a busy machine says so now and then
+    while True:
+        reply = await client.post(path, json=body)
+        if reply.status_code != 503:  # a busy machine says so now and then
+            return reply.raise_for_status().json()
         await asyncio.sleep(1)
-    return reply.raise_for_status().json()
 
 
 async def measure_all(url: str, args: argparse.Namespace) -> None:
