@@ -27,10 +27,11 @@ from shared.redis.queue.replayer import Replayer
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.recordings import Recording
 from shared.replay import ReplayReport, bound_of
-from shared.sequences import SamplingParams, SequenceResult, SequenceSpec
+from shared.sequences import Claim, SamplingParams, SequenceResult, SequenceSpec
 from tests.bench.replay import WAYS
 from worker.engine.engine import Engine
 from worker.engine.messages import RowRequest
+from worker.rows import ClaimedRow
 
 ROWS, ROUND = 32, 128  # of a batch; sequences of a round
 PROMPT, COMPLETION = (4, 96), (32, 160)  # shortest and longest
@@ -50,8 +51,10 @@ class EngineCalls:
     async def call(self, specs: list[SequenceSpec], prefer: tuple[str, ...] = ()) -> list[SequenceResult]:
         """Compute them, and wait for all."""
         ends = [asyncio.get_running_loop().create_future() for _ in specs]
-        self._waiting |= {spec.id: (spec, [], end) for spec, end in zip(specs, ends, strict=True)}
-        self._engine.submit([RowRequest(spec) for spec in specs])
+        for spec, end in zip(specs, ends, strict=True):
+            given = ClaimedRow.after(Claim(spec, "", "", 1), []).events  # of its `prior_ids`
+            self._waiting[spec.id] = (spec, list(given), end)
+            self._engine.submit([RowRequest(spec, 1, tuple(given))])
         if self._runs is None or self._runs.done():
             self._runs = asyncio.create_task(self._run())
         return list(await asyncio.gather(*ends))
@@ -68,9 +71,8 @@ class EngineCalls:
 
     def _result(self, spec: SequenceSpec, events: list[TokenEvent]) -> SequenceResult:
         finish = events[-1].finish
-        assert finish is not None
-        ids = (*spec.prior_ids, *(token for event in events for token in event.tokens))
-        before = (0.0,) * len(spec.prior_ids)
+        assert finish is not None and finish.failure is None, finish
+        ids = tuple(token for event in events for token in event.tokens)
         return SequenceResult(
             spec.id,
             finish,
@@ -78,7 +80,7 @@ class EngineCalls:
             1,
             len(spec.prompt_ids),
             ids,
-            (*before, *(logprob for event in events for logprob in event.logprobs)),
+            tuple(logprob for event in events for logprob in event.logprobs),
             tuple(each for event in events for each in event.top_logprobs or ()),
             (VersionSpan("", 0, len(ids)),),
         )

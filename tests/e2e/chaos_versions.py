@@ -44,7 +44,8 @@ class Versions:
                     "a": ("adapters.safetensors", save(tensors)),
                     "c": ("adapter_config.json", json.dumps(config).encode()),
                 }
-                (await http.post("/upload_adapter", data={"name": name}, files=files)).raise_for_status()
+                answer = await http.post("/upload_adapter", data={"name": name}, files=files)
+                assert answer.status_code == 200, answer.text
             (await http.put(f"/v1/adapters/{NAME}/split", json=TERMS)).raise_for_status()
             said = (await http.post("/v1/classifications", json=_asked())).raise_for_status().json()
             self._labels = [each["probs"] for each in said["data"]]
