@@ -4,6 +4,9 @@ Two engines of one model in this process take the place of two workers. One draw
 batches, in four ways; the other computes them again, many at once and in other company, by the court's own code
 (shared/redis/queue/replayer.py) with its own bound; only the queue between them is missing. Tokens by verdict are
 printed after each round, and the largest gap that was judged the same. Exit code 1 if a token was found wrong.
+
+`--cost` computes rounds again as a court does, one sequence after another, and prints the CPU time of this process for it
+over that for writing them in full batches: the court's share of a worker's work is this times --replay-share.
 """
 
 # ruff: noqa: E402
@@ -123,14 +126,33 @@ async def measure(loaded: LoadedModel, tokens: int, bound: float) -> int:
     return counts["wrong"]
 
 
+async def cost(loaded: LoadedModel, bound: float) -> None:
+    """Print what it costs to check, over what it costs to write."""
+    first, second = EngineCalls(loaded, "first"), EngineCalls(loaded, "second")
+    replayer = Replayer(cast(SequenceCalls, second), loaded.card)
+    for round_ in range(3):
+        specs, began = specs_of(round_, loaded.card.vocab_size), time.process_time()
+        written, middle = await first.call(specs), time.process_time()
+        for spec, result in zip(specs, written, strict=True):
+            await replayer.replay(Recording(spec, result), bound)
+        ratio = (time.process_time() - middle) / (middle - began)
+        kind = "warm-up" if not round_ else "round"
+        print(f"{kind}: {ROUND} checks, one by one, took {ratio:.2f} of the CPU time of writing in batches of {ROWS}; "
+              f"at a share of 0.001 that is {ratio / 10:.2f}% of it", flush=True)  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="models/tiny")
     parser.add_argument("--dtype", default="")
     parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--cost", action="store_true")
     args = parser.parse_args()
     loaded = load_model(EngineConfig(args.model, dtype=args.dtype or None))
     print(f"{backend()}, {loaded.card.dtype}", flush=True)
+    if args.cost:
+        asyncio.run(cost(loaded, bound_of(loaded.card.dtype)))
+        return 0
     return int(asyncio.run(measure(loaded, args.tokens, bound_of(loaded.card.dtype))) > 0)
 
 

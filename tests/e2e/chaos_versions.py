@@ -15,6 +15,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from tests.e2e.chaos_load import PROMPTS, Load, bearer, body
+from tests.e2e.rings import MODEL
 from tests.e2e.served.test_heads import HEADS, tensors_of
 from tests.e2e.test_adapters import CONFIG, weights
 from tests.waiting import HANG_S, wait_until
@@ -44,7 +45,7 @@ class Versions:
                     "a": ("adapters.safetensors", save(tensors)),
                     "c": ("adapter_config.json", json.dumps(config).encode()),
                 }
-                answer = await http.post("/upload_adapter", data={"name": name}, files=files)
+                answer = await http.post("/upload_adapter", data={"name": name, "model": MODEL}, files=files)
                 assert answer.status_code == 200, answer.text
             (await http.put(f"/v1/adapters/{NAME}/split", json=TERMS)).raise_for_status()
             said = (await http.post("/v1/classifications", json=_asked())).raise_for_status().json()
