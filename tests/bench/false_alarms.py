@@ -5,8 +5,8 @@ batches, in four ways; the other computes them again, many at once and in other 
 (shared/redis/queue/replayer.py) with its own bound; only the queue between them is missing. Tokens by verdict are
 printed after each round, and the largest gap that was judged the same. Exit code 1 if a token was found wrong.
 
-`--cost` computes rounds again as a court does, one sequence after another, and prints the CPU time of this process for it
-over that for writing them in full batches: the court's share of a worker's work is this times --replay-share.
+`--cost` computes rounds again as a court does, one sequence after another, and prints the CPU time of this process for
+that over the one for writing them in full batches: the court's share of a worker's work is this times --replay-share.
 """
 
 # ruff: noqa: E402
@@ -63,6 +63,14 @@ class EngineCalls:
         return list(await asyncio.gather(*ends))
 
     async def _run(self) -> None:
+        try:
+            await self._turns()
+        except BaseException as error:
+            for _, _, end in self._waiting.values():
+                end.set_exception(error)
+            raise
+
+    async def _turns(self) -> None:
         while self._engine.busy:
             for event in self._engine.turn().events:
                 spec, events, end = self._waiting[event.seq]
@@ -74,7 +82,7 @@ class EngineCalls:
 
     def _result(self, spec: SequenceSpec, events: list[TokenEvent]) -> SequenceResult:
         finish = events[-1].finish
-        assert finish is not None and finish.failure is None, finish
+        assert finish is not None and not finish.failure, finish
         ids = tuple(token for event in events for token in event.tokens)
         return SequenceResult(
             spec.id,
