@@ -29,7 +29,7 @@ class Masks:
         self._made: dict[tuple[int, int, mx.Dtype], tuple[mx.array, mx.array]] = {}
 
     def numbers(self, mask: mx.array, more: int, dtype: mx.Dtype) -> mx.array:
-        """Numbers that are added to scores: 0 where `mask` [..., L, positions] is true, and for `more` queries after it."""
+        """Numbers to add to scores: 0 where `mask` [..., L, positions] is true, and for `more` queries after it."""
         key = id(mask), more, dtype
         if key not in self._made:
             added = mx.where(mask, 0.0, -mx.inf).astype(dtype)
