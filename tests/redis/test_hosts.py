@@ -157,6 +157,25 @@ async def test_a_load_that_fails_says_why(redis: Redis, redis_url: str, tmp_path
         assert status is not None and status.free_bytes == 10 * GB, "it takes no memory"
         await ring.ask("b")
         await wait_until(ring.becomes(a="failed", b="ready"))
+        (tmp_path / "a" / "serves").write_text("ready")
+        await SequenceQueue(redis, "b").cancel(["s"])
+        await ring.store.order("load", "a")  # it need not wait
+        await wait_until(ring.becomes(a="ready"))
+
+
+async def test_a_load_ends_when_its_model_is_unloaded_or_removed(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    a = model(tmp_path, "a", "loads")
+    async with hosting(redis, redis_url, a, model(tmp_path, "b")) as ring:
+        await wait_until(ring.becomes(a="loading"))
+        await ring.store.order("unload", "a")
+        await wait_until(ring.becomes())
+        await wait_until(lambda: _no_orders(ring))
+        await ring.store.order("load", "a")
+        await wait_until(ring.becomes(a="loading"))
+        await ring.store.remove("a")
+        await wait_until(ring.becomes())
+        await wait_until(lambda: _no_lease(ring))
+        assert not any(lives(pid) for *_, pid in starts(a))
 
 
 async def test_a_worker_that_dies_is_replaced_unless_it_has_lived_shortly(
