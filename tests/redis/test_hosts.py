@@ -167,6 +167,7 @@ async def test_a_load_ends_when_its_model_is_unloaded_or_removed(redis: Redis, r
     a = model(tmp_path, "a", "loads")
     async with hosting(redis, redis_url, a, model(tmp_path, "b")) as ring:
         await wait_until(ring.becomes(a="loading"))
+        await wait_until((a / "starts").exists)
         await ring.store.order("unload", "a")
         await wait_until(ring.becomes())
         await wait_until(lambda: _no_orders(ring))

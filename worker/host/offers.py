@@ -5,6 +5,7 @@ knows of them what the last look has found, LOOK_S ago at most.
 """
 
 import asyncio
+import json
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -171,8 +172,14 @@ class Offers:
 def _is_here(source: str) -> bool:
     if Path(source).expanduser().exists() or not is_hub_name(source):
         return Path(source).expanduser().exists()
-    fetched = hub_folder(source)
-    return (fetched / "refs" / "main").exists() and not any(fetched.glob("blobs/*.incomplete"))
+    try:
+        folder = hub_folder(source)
+        folder = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+        index = folder / "model.safetensors.index.json"
+        parts = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"*.safetensors"}
+        return (folder / "config.json").exists() and all(any(folder.glob(part)) for part in parts)
+    except (OSError, ValueError, LookupError, AttributeError):
+        return False
 
 
 def _last_change(source: str) -> int:
