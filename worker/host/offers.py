@@ -148,12 +148,14 @@ class Offers:
         it has and cannot load, and why."""
         needs, refuses = dict[str, int](), dict[str, str]()
         for entry in self.meant(models):
-            described = self.known(entry.name)
-            comes = self.files(entry.name).of_hub or bool(self._weights.givers(entry, models))
+            described, files = self.known(entry.name), self.files(entry.name)
+            comes = files.of_hub or bool(self._weights.givers(entry, models))
             if why := self.refusal(entry):
                 refuses[entry.name] = why
-            elif described is not None or comes:
+            elif comes or (described is not None and files.place):
                 needs[entry.name] = 0 if described is None else described.need_bytes
+            elif described is not None:
+                refuses[entry.name] = f"'{entry.source}' is there no longer"
         return needs, refuses
 
     def refusal(self, entry: CatalogueEntry) -> str:
@@ -164,8 +166,6 @@ class Offers:
         found = looked.described.card.base_sha256
         if entry.sha256 not in ("", found):
             return f"its files have the hash {found}, and the catalogue asks for {entry.sha256}"
-        if not is_hub_name(entry.source) and not self.files(entry.name).place:
-            return f"'{entry.source}' is there no longer"
         return ""
 
 

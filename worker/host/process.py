@@ -54,6 +54,7 @@ class Held:
 
     name: str
     need_bytes: int
+    sha256: str = ""  # that the catalogue asks for
     expected_s: float = 0.0  # of its load, as the last one took; 0: not known
     state: HeldState = "loading"
     since_ms: int = 0
@@ -328,7 +329,8 @@ class HostProcess:
             return
         entry, needs = models.entries[name], self._offers.of(models)[0]
         expected = self._past.get(name, PastModel()).load_s
-        held = Held(name, needs.get(name, 0) or entry.size_bytes, expected, since_ms=now_ms(), used_ms=now_ms())
+        need, now = needs.get(name, 0) or entry.size_bytes, now_ms()
+        held = Held(name, need, entry.sha256, expected, since_ms=now, used_ms=now)
         held.orders = frozenset(order.id for order in _orders(models, name, self.id))
         log.info("host.loads", model=name, why=action.why, unloads=list(action.evict))
         leaving = [self._unload(Unload(each, f"its memory is needed for {name}")) for each in action.evict]
@@ -404,7 +406,8 @@ class HostProcess:
         if leaving:
             await asyncio.wait(leaving)
         began = time.monotonic()  # a drain is no part of what a load takes
-        known = self._offers.known(held.name)
+        known = self._offers.known(held.name) if await self._offers.find(entry) else None
+        await asyncio.to_thread(self._weights.note_use, entry.sha256)
         if known is None or (self._spare is not None and self._spare.runs):
             held.child = await self._take_spare()
         if known is None:
@@ -435,7 +438,7 @@ class HostProcess:
         self._note_change()
         models = await self._store.read()
         if not await self._offers.find(entry) and self._weights.givers(entry, models):
-            why = await self._weights.take(entry, models, held.advance)
+            why = await self._weights.take(entry, models, held.advance, self._hashes_in_use())
             if not await self._offers.find(entry) and not self._offers.files(entry.name).of_hub:
                 return why
         answer = await spare.describe(self._settings_of(entry), held.advance)
@@ -455,6 +458,12 @@ class HostProcess:
                 f"{max(0, self._room_bytes - taken + held.need_bytes) / 1e9:.1f} GB are free"
             )
         return ""
+
+    def _hashes_in_use(self) -> set[str]:
+        """Hashes of the models that this host holds or gets."""
+        held = [name for name, each in self._held.items() if each.state != "failed"]
+        known = (self._offers.known(name) for name in held)
+        return {self._held[name].sha256 for name in held} | {each.card.base_sha256 for each in known if each}
 
     async def _end_load(self, held: Held) -> None:
         """Give the lease back, after a heartbeat that shows what has become of the load."""
