@@ -175,10 +175,11 @@ class Course:
             "adapter": self._policy, "dataset": Path(f"sessions:{self._policy}"), "teacher": start or self._base,
             "start_from": start, "suite": folder / "suite.jsonl", "reward": "regex", "drafts": options.drafts,
             "max_tokens": self._wish.max_tokens, "steps": options.steps, "evaluate_every": options.evaluate_every,
-            "warmup_steps": min(RECIPE["warmup_steps"], options.steps // 4), "checkpoint_every": 20, "prompts_per_step": options.prompts_per_step, "schedule": "linear",
+            "checkpoint_every": 20, "prompts_per_step": options.prompts_per_step, "schedule": "linear",
             "learning_rate": options.learning_rate, "lessons_since_ms": since_ms, "min_lessons": 2, "seed": self._seed,
             "run_dir": folder, "run": f"{self._policy}-{night}",
         }  # fmt: skip
+        given["warmup_steps"] = min(RECIPE["warmup_steps"], options.steps // 4)
         if options.rehearse:
             given["rehearsal"] = folder / "rehearsal.jsonl"
         return TrainSettings.model_construct(**(TrainSettings().model_dump() | given))
