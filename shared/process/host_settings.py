@@ -31,7 +31,7 @@ class HostSettings(BaseModel):
     weights_cache_gb: float = Field(
         default=0,
         ge=0,
-        description="size of that folder: new weights take the place of those that were used least recently and are not "
+        description="size of that folder: new weights take the place of those used least recently that are not "
         "loaded; 0: no bound, and nothing is removed",
     )
     max_loaded_models: int = Field(
