@@ -64,6 +64,8 @@ async def prepare_message(
     try:
         return await prepare_seen(ring, card, codec, chat, keep=keep, places=places)
     except InvalidRequestError as error:
+        if error.param in places.values():  # of an image, named as the client has it
+            raise
         raise _renamed(error) from None
 
 

@@ -52,7 +52,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
 def in_words(body: F, card: ModelCard) -> F:
     """A chat with words for the images that tools have brought, if the model sees none: a tool may bring one to any
     model. Images that the user shows stay, and are refused there."""
-    if not _brings_unseen(body, card):
+    if not unseen_images(body, card):
         return body
     shown = []
     for message in body.messages:
@@ -63,8 +63,10 @@ def in_words(body: F, card: ModelCard) -> F:
     return body.model_copy(update={"messages": shown})
 
 
-def _brings_unseen(body: ChatFields, card: ModelCard) -> bool:
-    return card.vision is None and any(each.role == "tool" and each.has_images for each in body.messages)
+def unseen_images(body: ChatFields, card: ModelCard) -> list[str]:
+    """Name of the images of tools that the model does not see, as the answer's header has it; [] without any."""
+    unseen = card.vision is None and any(each.role == "tool" and each.has_images for each in body.messages)
+    return ["messages.tool.image"] if unseen else []
 
 
 UNSEEN_IMAGE = "[an image, which you cannot see]"
@@ -146,7 +148,7 @@ def unused_hints(body: ChatCompletionRequest, codec: TextCodec, card: ModelCard)
     """Images of tools that the model does not see, hints that its template does not know, a budget of reasoning for a
     model without any, tools that are not served, and parts of tools' schemas that no grammar can enforce."""
     asked = sorted(_hints(body, codec).items() - _NO_HINT)
-    unused = ["messages.tool.image"] if _brings_unseen(body, card) else []
+    unused = unseen_images(body, card)
     unused += [name for name, _ in asked if name not in codec.bundle.chat_template]
     if body.max_reasoning_tokens is not None and language_of(codec).reasoning is None:
         unused.append("max_reasoning_tokens")

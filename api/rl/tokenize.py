@@ -16,7 +16,7 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import Off, RequestModel, complaint
 from api.openai.bodies import ChatFields, ChatMessage
-from api.openai.chat import in_words, with_unused
+from api.openai.chat import in_words, unseen_images, with_unused
 from api.openai.conversations import encoded_chat
 from api.openai.tools import ChatTools, ToolUse, left_out_of
 from api.ring.ring import TheRing
@@ -110,7 +110,8 @@ async def tokenize(body: TokenizeRequest, ring: TheRing) -> Response:
         shown = await aside(_shown, tokens, target.card.context_length, named)
     else:
         shown = _shown(tokens, target.card.context_length, named)
-    return with_unused(Response(shown, media_type="application/json"), left_out_of(body.tools or (), codec))
+    unused = [*unseen_images(body, target.card), *left_out_of(body.tools or (), codec)]
+    return with_unused(Response(shown, media_type="application/json"), unused)
 
 
 def _shown(tokens: list[int], context_length: int, named: TextCodec | None) -> bytes:
