@@ -18,13 +18,13 @@ from ranks.children import take_place
 from ranks.placement import Placement, placement
 from shared.errors import ServiceUnavailableError, SetupError
 from shared.machine.awake import stay_awake
+from shared.process import start_reports
 from shared.process.garbage import no_collections
 from shared.process.group_settings import LOST_EXIT_CODE
 from shared.process.lifeline import VARIABLE, follow_parent
 from shared.process.logs import configure
 from shared.process.open_files import many_files
 from shared.process.settings import load
-from shared.process.start_reports import report
 from shared.process.worker_settings import WorkerSettings
 from shared.redis.connection.client import require
 from shared.telemetry import tracing
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         code = asyncio.run(_host(settings)) if settings.is_host else _work(settings, placed)
     except (SetupError, ServiceUnavailableError) as error:
         print(f"mlx_parallm_worker: {error}", file=sys.stderr)
-        report(why=str(error))
+        start_reports.report(why=str(error))
         code = 2 if isinstance(error, SetupError) else 1  # 1: it may pass, so that a supervisor tries again
         if placed is None:
             return code
@@ -96,6 +96,11 @@ def _leave_group(code: int, *, is_strict: bool) -> None:
     code = LOST_EXIT_CODE if code == 1 and is_strict else code
     if code == 1 and os.environ.get(VARIABLE) != "1":
         _begin_anew()
+    _end_at_once(code)
+
+
+def _end_at_once(code: int) -> None:
+    """End without taking the interpreter apart, which takes as long as a load where the processors are busy."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -170,4 +175,7 @@ def _work(settings: WorkerSettings, placed: Placement | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if start_reports.VARIABLE in os.environ:  # a host waits for our memory
+        _end_at_once(exit_code)
+    sys.exit(exit_code)

@@ -104,13 +104,15 @@ class EmbeddedRedis:
                 break
             except BlockingIOError:
                 owner, url = _owner(path)
-                if _is_running(owner) or time.monotonic() > deadline:
+                if (owner != os.getpid() and _is_running(owner)) or time.monotonic() > deadline:
                     os.close(lock)
                     raise SetupError(
                         f"{self._folder} is in use: process {owner} runs a Redis server on it at {url or 'its port'}. "
                         f"Join it with --redis {url or 'URL'}, or give this one another --data-dir"
                     ) from None
-                time.sleep(0.05)  # its owner is dead; the server is about to go
+                # Its owner is dead, and the server about to go; or it is ours, and a child that is being started has
+                # the lock until it runs its own program.
+                time.sleep(0.05)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         self._lock = lock

@@ -12,6 +12,7 @@ import hashlib
 
 GROUP = "workers"  # the consumer group on every sequence stream
 HANDED_BACK = "~handed-back"  # in a worker's place: sequences taken from a dead or leaving worker, claimed first
+HOSTS = "~hosts"  # in a worker's place, on the control channel: all hosts
 SUSPECTS = "~suspects"  # in a worker's place: sequences whose workers have died twice, run apart from all others
 
 DAY_S = 86_400
@@ -198,7 +199,7 @@ model_orders = Key(
 host = Key("parallm:{catalogue}:host:*", "string", "worker", "10 s", "heartbeat of a host, JSON")
 hosts = Key("parallm:{catalogue}:hosts", "sorted set", "worker", "7 d, refreshed", "host ids by heartbeat")
 loading = Key("parallm:{catalogue}:loading:*", "string", "worker", "10 s", "id of the host that loads a model")
-# A worker hears here of cancelled and moved sequences, pauses and cache resets
+# A worker hears here of cancelled and moved sequences, pauses and cache resets; HOSTS of models that are asked for
 control_channel = Name("parallm:ctl:*")
 
 # -- api processes and requests

@@ -39,7 +39,13 @@ from shared.sequences import SamplingParams, SequenceClass, SequenceResult, Sequ
 from tests.e2e.rings import Process
 from tests.waiting import wait_until
 
-PROMPTS = [tuple(range(3 + at, 35 + at)) for at in range(4)]
+
+def prompt_of(at: int) -> tuple[int, ...]:
+    """Ids of a prompt that shares no beginning with another one."""
+    return tuple(range(3 + at, 35 + at))
+
+
+PROMPTS = [prompt_of(at) for at in range(4)]
 ROW_TOKENS = 1500  # of the row that is watched
 OTHER_NORM = "model.norm.weight"  # is rolled, so that models of one shape write different texts
 
@@ -102,14 +108,14 @@ class Models:
                 await calls.__aexit__(None, None, None)
 
     async def call(
-        self, model: str, tokens: int, prompt: int = 0, kind: SequenceClass = "interactive"
+        self, model: str, tokens: int, prompt: tuple[int, ...] = PROMPTS[0], kind: SequenceClass = "interactive"
     ) -> tuple[float, SequenceResult]:
         """Seconds until a sequence's end, and its result."""
         self._asked += 1
         calls, began = self._calls[model], time.perf_counter()
         sampling = SamplingParams(tokens, 0, temperature=0.0, ignore_eos=True)
         name = f"{model}-{self._asked}-{began}"
-        spec = SequenceSpec(name, model, PROMPTS[prompt], sampling, kind, job=calls.owner)
+        spec = SequenceSpec(name, model, prompt, sampling, kind, job=calls.owner)
         (result,) = await calls.call([spec])
         return time.perf_counter() - began, result
 
@@ -150,7 +156,7 @@ async def switches(url: str, models: Sequence[Path], count: int, pause_s: float,
                 held = await ring.until_ready(model)
                 before.append((held.since_ms - asked_ms) / 1000 - held.load_s)
                 after.append(cold_s - before[-1] - held.load_s)
-                warm_s = median([(await ring.call(model, 1))[0] for _ in range(3)])
+                warm_s = median([(await ring.call(model, 1, prompt_of(1 + each)))[0] for each in range(3)])
                 warm.append(warm_s)
                 loads.append(held.load_s)
                 ratios.append(cold_s / (held.load_s + warm_s))
@@ -251,7 +257,7 @@ async def chaos(server: EmbeddedRedis, models: Sequence[Path], seconds: float, s
         async with ring.calling(*names):
             for name in names:
                 for prompt in range(len(PROMPTS)):
-                    _, result = await ring.call(name, 24, prompt)
+                    _, result = await ring.call(name, 24, PROMPTS[prompt])
                     seen.texts[name, prompt] = result.completion_ids
             assert len({tuple(text) for text in seen.texts.values()}) > len(names), "the models differ"
             print(f"{len(seen.texts)} texts are known", flush=True)
@@ -259,7 +265,7 @@ async def chaos(server: EmbeddedRedis, models: Sequence[Path], seconds: float, s
             async def client(kind: SequenceClass) -> None:
                 while not stopping.is_set():
                     name, prompt = rng.choice(names), rng.randrange(len(PROMPTS))
-                    took_s, result = await ring.call(name, 24, prompt, kind)
+                    took_s, result = await ring.call(name, 24, PROMPTS[prompt], kind)
                     seen.take(name, prompt, kind, took_s, result)
                     await asyncio.sleep(rng.expovariate(1))
 

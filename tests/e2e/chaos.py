@@ -33,11 +33,13 @@ from shared.redis.connection.cluster import ClusterRedis
 from shared.redis.jobs.ticks import queue_name
 from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_queue import SequenceQueue
+from tests.e2e.chaos_images import Images
 from tests.e2e.chaos_learners import Learners
 from tests.e2e.chaos_load import LONG_PROMPTS, PROMPTS, Answers, Load, Report
 from tests.e2e.chaos_observer import Observer
 from tests.e2e.chaos_policies import Policies
-from tests.e2e.chaos_ring import WHOLE_RING, ChaosRing, Member, chaos_ring, role_of
+from tests.e2e.chaos_ring import HOSTED_POLICY, VISION_MODEL, WHOLE_RING, ChaosRing, Member, chaos_ring, role_of
+from tests.e2e.chaos_tenants import Tenants
 from tests.e2e.rings import MODEL
 from tests.waiting import HANG_S, wait_until
 
@@ -49,6 +51,7 @@ WEIGHTS = {
     "trainer.kill": 1, "trainer.stop": 1, "trainer.restart": 1,
     "redis.kill": 2, "redis.stop": 1,
     "learners.kill": 2, "learners.stop": 1, "learners.restart": 1,
+    "seer.kill": 2, "seer.stop": 1, "seer.restart": 1, "seer.cut": 1, "seer.hold": 1,
     "disk.damage": 4, "peers.strangers": 2,
 }  # fmt: skip
 TAKEOVER_S = 5.0
@@ -85,18 +88,21 @@ async def run(
             cluster=cluster,
             everything=everything,
         ) as ring:
-            await answers.learn(ring.of("api")[0].url, (*PROMPTS, *LONG_PROMPTS) if everything else PROMPTS)
+            first = ring.of("api")[0].url
+            await answers.learn(first, (*PROMPTS, *LONG_PROMPTS) if everything else PROMPTS, ring.key)
             load = Load(ring, random.Random(seed + 1), report, answers)
             policies = Policies(load)
-            await policies.begin(ring.of("api")[0].url)
+            await policies.begin(first)
             tasks = [asyncio.create_task(load.streams()) for _ in range(STREAMS)]
             tasks += [asyncio.create_task(load.jobs()), asyncio.create_task(load.leavers())]
             tasks += [asyncio.create_task(policies.act()), asyncio.create_task(policies.judge())]
             observer, learners = Observer(ring), Learners(load)
-            observing = asyncio.create_task(observer.run())
             if everything:
+                images = Images(load, random.Random(seed + 2))
+                await images.learn(first)
                 await learners.begin()
-                tasks.append(asyncio.create_task(learners.run()))
+                tasks += [asyncio.create_task(each.run()) for each in (learners, images, Tenants(load))]
+            observing = asyncio.create_task(observer.run())
             print("chaos: all answers are known", flush=True)
             await _harm(ring, load, report, time.monotonic() + seconds, only, once)
             load.stopping = True
@@ -105,12 +111,14 @@ async def run(
                     report.violation(f"a client failed: {outcome!r}")
             observing.cancel()
             await asyncio.gather(observing, return_exceptions=True)
-            report.held = observer.lines()
+            report.held, report.grown = await observer.table()
             report.learned = learners.learned
             await policies.check()
             await _check_rest(ring, report)
             if trainer:
-                _check_trainer(ring, Path(folder), report)
+                _check_trainer(Path(folder) / "train", report)
+            if everything:
+                _check_trainer(Path(folder) / HOSTED_POLICY, report)
         _check_processes(ring, report)
     for member in ring.members:
         if logs is not None:
@@ -142,8 +150,8 @@ async def _harm(ring: ChaosRing, load: Load, report: Report, until: float, only:
 
     kinds = [kind for kind in WEIGHTS if fnmatch(kind, only)]
     kinds = [kind for kind in kinds if ring.of(role_of(kind)) or role_of(kind) in WHOLE_RING]
-    kinds = [kind for kind in kinds if ring.ssd is not None or not kind.startswith(("disk", "peers"))]
-    kinds = [kind for kind in kinds if ring.ranks > 1 or not kind.startswith("rank.")]
+    kinds = [kind for kind in kinds if ring.everything or not kind.startswith(("disk", "peers"))]
+    kinds = [kind for kind in kinds if any(each.ranks > 1 for each in ring.members) or not kind.startswith("rank.")]
     left = ring.rng.sample(kinds, len(kinds)) if once else []
     harming: set[asyncio.Task[None]] = set()
     while left if once else time.monotonic() < until:
@@ -178,17 +186,22 @@ def _judge(done: "asyncio.Task[None]", report: Report) -> None:
 async def _check_rest(ring: ChaosRing, report: Report) -> None:
     """What must be gone when everybody has his answer."""
     redis = connect(ring.redis.url)
-    queue, registry = SequenceQueue(redis, MODEL), WorkerRegistry(redis)
+    registry = WorkerRegistry(redis)
     seen: object = None
-    training = bool(ring.of("trainer"))
+    training = bool(ring.of("trainer")) or ring.everything
 
     async def quiet() -> bool:
+        return await rests(MODEL, len(ring.of("worker"))) and (
+            not ring.everything or await rests(VISION_MODEL, len(ring.of("seer")))
+        )
+
+    async def rests(model: str, workers: int) -> bool:
         nonlocal seen
-        depth = await queue.depth()
-        rows = [(worker.id, worker.rows, worker.waiting) for worker in await registry.workers(MODEL)]
+        depth = await SequenceQueue(redis, model).depth()
+        rows = [(worker.id, worker.rows, worker.waiting) for worker in await registry.workers(model)]
         seen = depth, rows
         idle = not any(depth[kind].waiting + depth[kind].leased for kind in depth if not training or kind != "batch")
-        return idle and len(rows) == 2 and (training or all(row[1:] == (0, 0) for row in rows))
+        return idle and len(rows) == workers and (training or all(row[1:] == (0, 0) for row in rows))
 
     try:
         try:
@@ -232,12 +245,16 @@ async def check_keys(redis: Redis, report: Report) -> None:
         print(f"{running} sequences are not settled")
 
 
-def _check_trainer(ring: ChaosRing, folder: Path, report: Report) -> None:
-    lines = [json.loads(line) for path in (folder / "train").rglob("metrics.jsonl") for line in path.open()]
+def _check_trainer(folder: Path, report: Report) -> None:
+    """Each step was made once, and each group was learned from once."""
+    lines = [json.loads(line) for path in folder.rglob("metrics.jsonl") for line in path.open()]
     steps = [line["train_step"] for line in lines]
     if not steps or steps != list(range(steps[0], steps[0] + len(steps))):
-        report.violation(f"the trainer's steps are not one row: {steps[-20:]}")
-    print(f"train steps: {len(steps)}")
+        report.violation(f"the trainer's steps are not one row in {folder.name}: {steps[-20:]}")
+    learned = Counter(index for line in lines for index in line["indices"])
+    if twice := [index for index, count in learned.items() if count > 1]:
+        report.violation(f"groups that {folder.name} learned from twice: {twice[:20]}")
+    print(f"train steps in {folder.name}: {len(steps)}, of {len(learned)} groups")
 
 
 def _check_processes(ring: ChaosRing, report: Report) -> None:
@@ -272,10 +289,14 @@ def show(report: Report, faults: Counter[str]) -> None:
     if took := report.redis_restarts_s:
         print(f"Redis, or a successor, was there after {min(took):.2f} to {max(took):.2f} s")
     if report.learned:
-        print(f"learners that learned what the first one did: {report.learned}")
+        print(f"learners that learned what the first one did: {report.learned}; answers about images: {report.seen}; "
+              f"looks at a tenant's own things {report.owned}, at another's {report.denied}")  # fmt: skip
     for line in report.held:
         print(line)
-    print(f"violations: {len(report.violations)}", flush=True)
+    print(f"violations: {len(report.violations)}")
+    found = "something was lost, wrong or doubled" if report.violations else "nothing lost, wrong or doubled"
+    grown = f"memory grew in {', '.join(report.grown)}" if report.grown else "no memory is seen to grow"
+    print(f"verdict: {found}; {grown}", flush=True)
 
 
 def main() -> int:
@@ -290,8 +311,8 @@ def main() -> int:
     parser.add_argument("--cluster", action="store_true", help="on three shards with replicas, in place of one Redis")
     parser.add_argument(
         "--everything", action="store_true",
-        help="workers also speculate, share KV on disk and with one another and check one another's tokens; learners "
-        "learn; files are damaged, strangers visit ports",
+        help="workers also speculate, share KV on disk and with one another and check one another's tokens; one is of "
+        "two ranks, one sees images, one hosts a trainer; tenants; learners; files are damaged, strangers visit ports",
     )  # fmt: skip
     parser.add_argument("--ranks", type=int, default=1, help="processes that each worker's model is divided over")
     options = parser.parse_args()

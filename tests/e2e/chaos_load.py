@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,9 @@ from tests.waiting import HANG_S
 PROMPTS = [f"Tell me about the number {n}." for n in (3, 17, 29, 44, 58, 63, 71, 86)]
 LONG_PROMPTS = [f"{'All numbers are even or odd. ' * 20}Tell me about the number {n}." for n in (5, 8, 13, 21)]
 LONGEST = 320
+BUSY = (429, 503, 504)  # to be asked again
 GIVEN_UP = "while it ran alone"  # a sequence whose workers have died again and again
+EXCUSED = ("shutting down", "Redis cannot")  # errors after which a client comes again
 
 
 @dataclass
@@ -48,8 +51,12 @@ class Report:
     given_up: int = 0
     takeovers_s: list[float] = field(default_factory=list)
     redis_restarts_s: list[float] = field(default_factory=list)
-    held: list[str] = field(default_factory=list)  # by processes, in words
+    held: list[str] = field(default_factory=list)  # by processes: lines of a table
+    grown: list[str] = field(default_factory=list)  # processes whose memory grew
     learned: int = 0  # learners
+    seen: int = 0  # answers about images
+    denied: int = 0  # looks at another tenant's things, each a 404
+    owned: int = 0  # looks at a tenant's own things, each as it was
 
     def violation(self, text: str) -> None:
         self.violations.append(text)
@@ -62,8 +69,8 @@ class Answers:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
 
-    async def learn(self, url: str, prompts: Sequence[str]) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=HANG_S) as http:
+    async def learn(self, url: str, prompts: Sequence[str], key: str = "") -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=HANG_S, headers=bearer(key)) as http:
             for prompt in prompts:
                 until = time.monotonic() + HANG_S
                 while (answer := await http.post("/v1/completions", json=body(prompt, LONGEST))).status_code == 503:
@@ -72,6 +79,10 @@ class Answers:
                 assert answer.status_code == 200, answer.text
                 self.tokens[prompt] = answer.json()["choices"][0]["token_ids"]
                 assert len(self.tokens[prompt]) == LONGEST
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def body(prompt: str, max_tokens: int) -> dict[str, Any]:
@@ -140,7 +151,7 @@ class Stream:
 
     def _take(self, chunk: dict[str, Any], event_id: str) -> None:
         if "error" in chunk:
-            if "shutting down" not in chunk["error"]["message"] and "Redis cannot" not in chunk["error"]["message"]:
+            if not any(text in chunk["error"]["message"] for text in EXCUSED):
                 self.error = str(chunk["error"])
             return
         self.id, self.last_event_id = chunk["id"], event_id
@@ -180,6 +191,44 @@ class Load:
     def api_url(self) -> str:
         return self.some_api().url
 
+    def client(self, timeout: httpx.Timeout, key: str | None = None) -> httpx.AsyncClient:
+        """By default with the key of clients that belong to no tenant."""
+        headers = bearer(self.ring.key if key is None else key)
+        return httpx.AsyncClient(timeout=timeout, trust_env=False, headers=headers)
+
+    async def patiently(
+        self,
+        http: httpx.AsyncClient,
+        path: str,
+        asked: dict[str, Any] | None,
+        *,
+        retried: tuple[int, ...] = (),
+        told: str = "",
+    ) -> httpx.Response | None:
+        """What some api says in the end; None when the work was given up, or the load is to stop.
+
+        `asked`: posted; None gets the path. `retried`: what may be so for a moment: the answer is not kept yet, an
+        earlier try is still under way. `told`: a pattern of refusals (status and text) that are an answer.
+        """
+        until = time.monotonic() + HANG_S
+        while not self.stopping:
+            try:
+                url = f"{self.api_url()}{path}"
+                answer = await (http.get(url) if asked is None else http.post(url, json=asked))
+            except httpx.HTTPError:
+                await asyncio.sleep(0.1)
+                continue
+            if answer.status_code == 200 or (told and re.search(told, f"{answer.status_code} {answer.text}")):
+                return answer
+            if GIVEN_UP in answer.text:
+                self.report.given_up += 1
+                return None
+            if answer.status_code not in (*BUSY, *retried) or time.monotonic() > until:
+                self.report.violation(f"{path} {str(asked)[:300]}: {answer.status_code} {answer.text[:300]}")
+                return None
+            await asyncio.sleep(0.1)
+        return None
+
     async def stored(self, seq: str) -> str:
         """What Redis holds of a sequence, for a message."""
         redis = connect(self.ring.redis.url)
@@ -196,7 +245,7 @@ class Load:
         rng = self.rng
         # It asks elsewhere well before an api gives up waiting for it (api/generation/resume.py).
         timeout = httpx.Timeout(GRACE_S / 3, connect=2)
-        async with httpx.AsyncClient(timeout=timeout, trust_env=False) as http:
+        async with self.client(timeout) as http:
             while not self.stopping:
                 prompt = rng.choice(list(self.answers.tokens))
                 stream = Stream(self, self.answers.tokens[prompt][: rng.randint(40, LONGEST)])
@@ -209,7 +258,7 @@ class Load:
     async def leavers(self) -> None:
         """Clients that go away in the middle; their rows must not stay."""
         rng = self.rng
-        async with httpx.AsyncClient(timeout=httpx.Timeout(5, connect=2), trust_env=False) as http:
+        async with self.client(httpx.Timeout(5, connect=2)) as http:
             while not self.stopping:
                 request = body(rng.choice(PROMPTS), LONGEST) | {"stream": True}
                 with contextlib.suppress(httpx.HTTPError):
@@ -232,23 +281,26 @@ class Load:
             if cancelled:
                 await asyncio.sleep(rng.uniform(0.1, 2.0))
                 await self.asking(lambda c, id=submitted.id: c.cancel(id))
-            await self._follow(submitted.id, prompts, request, cancelled)
+            await self.follow(submitted.id, prompts, request, cancelled)
 
-    async def asking(self, ask: Any) -> Any:
+    async def asking(self, ask: Any, key: str | None = None) -> Any:
         """Ask any api until one answers."""
-        until = time.monotonic() + HANG_S
+        until, key = time.monotonic() + HANG_S, self.ring.key if key is None else key
         while True:
             try:
-                async with InferenceClient(self.api_url(), timeout_s=15, patience_s=5) as client:
+                async with InferenceClient(self.api_url(), api_key=key, timeout_s=15, patience_s=5) as client:
                     return await ask(client)
             except RequestFailedError as error:
                 if error.http_status in (400, 404, 409, 500) or time.monotonic() > until:
                     self.report.violation(f"a request failed: {error.http_status} {error.message}")
                     raise
 
-    async def _follow(self, job_id: str, prompts: list[str], request: JobRequest, cancelled: bool) -> None:
-        ended: JobStatus = await self.asking(lambda c: c.wait(job_id, timeout_s=HANG_S))
-        lines: list[Trajectory] = await self.asking(lambda c: collected(c.results(job_id)))
+    async def follow(
+        self, job_id: str, prompts: list[str], request: JobRequest, cancelled: bool = False, key: str | None = None
+    ) -> None:
+        """Wait for a job's end, and judge its samples."""
+        ended: JobStatus = await self.asking(lambda c: c.wait(job_id, timeout_s=HANG_S), key)
+        lines: list[Trajectory] = await self.asking(lambda c: collected(c.results(job_id)), key)
         self.report.jobs[job_id] = ended.status
         self.report.samples += len(lines)
         places = [(line.prompt_index, line.sample_index) for line in lines]

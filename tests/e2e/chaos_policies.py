@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import json
 import re
-import time
 from collections import Counter
 from typing import Any
 
@@ -19,13 +18,12 @@ from safetensors.numpy import save
 
 from shared.redis.connection.client import connect
 from shared.redis.training.trajectory_queue import TrajectoryQueue
-from tests.e2e.chaos_load import GIVEN_UP, PROMPTS, Load, body
+from tests.e2e.chaos_load import PROMPTS, Load, bearer, body
 from tests.unit.networks import LSTM, Array, computed, inputs_of, weights_of
 from tests.waiting import HANG_S, wait_until
 
 NAME, POLICY = "chaos-network", "policy"
 STEPS = 12  # of a session
-BUSY = (429, 503, 504)  # to be asked again
 PAUSE_S = 0.3  # between two steps, and two verdicts: other clients want their share
 _MADE = re.compile(r"has made (\d+) steps")
 
@@ -48,7 +46,7 @@ class Policies:
             "a": ("adapters.safetensors", save(weights)),
             "c": ("adapter_config.json", json.dumps({"network": LSTM}).encode()),
         }
-        async with httpx.AsyncClient(base_url=url, timeout=HANG_S) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=HANG_S, headers=bearer(self.load.ring.key)) as http:
             (await http.post("/upload_adapter", data={"name": NAME}, files=files)).raise_for_status()
         for row in self._observed:
             said: dict[str, Array] = computed(LSTM, weights, {"observation": row[None], **state})
@@ -60,7 +58,7 @@ class Policies:
 
     async def act(self) -> None:
         """One session after another."""
-        async with httpx.AsyncClient(timeout=httpx.Timeout(20, connect=2), trust_env=False) as http:
+        async with self.load.client(httpx.Timeout(20, connect=2)) as http:
             for number in itertools.count():
                 made = 0
                 while made < STEPS and not self.load.stopping:
@@ -73,7 +71,7 @@ class Policies:
         """The steps that the session has made then."""
         asked: dict[str, Any] = {"model": NAME, "session_id": session, "observations": [self._observed[made].tolist()]}
         asked |= {"session_step": made} if made else {"reset": True}
-        answer = await self._patiently(http, "/v1/rl/act", asked, retried=(409,))
+        answer = await self.load.patiently(http, "/v1/rl/act", asked, retried=(409,), told=_MADE.pattern)
         if answer is None:
             return made
         if answer.status_code == 409:
@@ -94,16 +92,16 @@ class Policies:
 
     async def judge(self) -> None:
         """One answer after another, each judged twice, the same."""
-        async with httpx.AsyncClient(timeout=httpx.Timeout(20, connect=2), trust_env=False) as http:
+        async with self.load.client(httpx.Timeout(20, connect=2)) as http:
             for number in itertools.count():
                 if self.load.stopping:
                     return
                 prompt = PROMPTS[number % len(PROMPTS)]
-                answer = await self._patiently(http, "/v1/completions", body(prompt, 4))
+                answer = await self.load.patiently(http, "/v1/completions", body(prompt, 4))
                 if answer is None:
                     continue
                 verdict = {"id": answer.json()["id"], "reward": number / 1000}
-                told = [await self._patiently(http, "/v1/feedback", verdict, retried=(404,)) for _ in range(2)]
+                told = [await self.load.patiently(http, "/v1/feedback", verdict, retried=(404,)) for _ in range(2)]
                 if all(each is not None and each.json()["status"] == "counted" for each in told):
                     self.judged[f"{verdict['id']}-0"] = verdict["reward"]
                 await asyncio.sleep(PAUSE_S)
@@ -134,32 +132,3 @@ class Policies:
         if twice := [each for each, count in found.items() if count > 1]:
             self.load.report.violation(f"verdicts that count twice: {twice[:5]}")
         print(f"sessions: {self.steps} steps, {self.unseen} whose answer was lost; verdicts: {len(self.judged)}")
-
-    # --
-
-    async def _patiently(
-        self, http: httpx.AsyncClient, path: str, asked: dict[str, Any], *, retried: tuple[int, ...] = ()
-    ) -> httpx.Response | None:
-        """What some api says in the end; None when the work was given up, or the load is to stop.
-
-        `retried`: what may be so for a moment: the answer is not kept yet, an earlier try is still under way.
-        """
-        until = time.monotonic() + HANG_S
-        while not self.load.stopping:
-            try:
-                answer = await http.post(f"{self.load.api_url()}{path}", json=asked)
-            except httpx.HTTPError:
-                await asyncio.sleep(0.1)
-                continue
-            if answer.status_code == 200:
-                return answer
-            if answer.status_code == 409 and _MADE.search(answer.text):
-                return answer
-            if GIVEN_UP in answer.text:
-                self.load.report.given_up += 1
-                return None
-            if answer.status_code not in (*BUSY, *retried) or time.monotonic() > until:
-                self.load.report.violation(f"{path} {asked}: {answer.status_code} {answer.text[:300]}")
-                return None
-            await asyncio.sleep(0.1)
-        return None

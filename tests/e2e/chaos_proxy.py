@@ -21,6 +21,7 @@ class Proxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._cut = False
+        self.broken = 0  # connections that came while it was cut
         self._open: set[asyncio.StreamWriter] = set()
         self._pumps: set[asyncio.Task[None]] = set()
 
@@ -64,6 +65,7 @@ class Proxy:
 
     async def _accept(self, target: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._cut:
+            self.broken += 1
             writer.transport.abort()
             return
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import yaml
 from redis.exceptions import RedisError
 
 from api.serve.embedded_redis import EmbeddedRedis, free_port
@@ -24,16 +25,23 @@ from tests.waiting import HANG_S
 
 READY = {
     "worker": "worker.ready", "api": "api.started", "runner": "runner.ready", "trainer": "train.",
-    "learners": "learners.ready",
+    "learners": "learners.ready", "seer": "worker.ready",
 }  # fmt: skip
 MODULES = {
     "worker": "worker", "api": "api", "runner": "worker.jobs", "trainer": "trainer", "learners": "trainer.service",
+    "seer": "worker",
 }  # fmt: skip
+LATER = ("trainer", "learners")  # roles that end where no worker has ever been
 WHOLE_RING = ("redis", "disk", "peers")  # roles of faults that are no member's
+VISION_MODEL = "tiny-vision"
+CHECKED = ("--replay-share", "0.02")
+CACHE_GB = "0.03"  # so little that it is full before memory is watched
 EVERYTHING = (
-    *("--kv-transfer", "--ssd-policy", "write_through", "--spec-decode", "auto", "--replay-share", "0.02"),
-    *("--kv-transfer-host", "127.0.0.1"),
+    *("--kv-transfer", "--ssd-policy", "write_through", "--spec-decode", "auto", *CHECKED),
+    *("--kv-transfer-host", "127.0.0.1", "--prefix-cache-gb", CACHE_GB, "--ssd-max-size-gb", "0.1"),
 )
+KEYS = {"root": "root-" + "0" * 32, "acme": "acme-" + "1" * 32, "bolt": "bolt-" + "2" * 32}  # by tenant; root: admin
+HOSTED_TRAINER, HOSTED_POLICY = "trainer.hosted:HostedTrainer", "hosted"
 
 
 @dataclass
@@ -45,6 +53,8 @@ class Member:
     arguments: tuple[str, ...]
     proxy: Proxy | None = None
     port: int = 0
+    ranks: int = 1  # of a worker
+    spared: bool = False  # never killed nor restarted, so that one can see how its memory goes
     process: Process | None = None
     harmed: bool = False
     lines: list[str] = field(default_factory=list)  # of its earlier lives
@@ -94,13 +104,15 @@ class Member:
 
 @dataclass
 class ChaosRing:
-    """Redis or a cluster, two workers behind proxies, two apis, two job runners, and a trainer if wanted."""
+    """Redis or a cluster, two workers behind proxies, two apis, two job runners, and a trainer if wanted.
+
+    With everything: a worker of two ranks, one that sees images, a service of learners, a trainer in a worker, tenants.
+    """
 
     redis: EmbeddedRedis | Cluster
     members: list[Member]
     rng: random.Random
     freeze_s: float
-    ranks: int = 1  # of each worker
     ssd: Path | None = None  # the workers' folder of KV; None: the ring has nothing but what it needs
     faults: Counter[str] = field(default_factory=Counter)
     running: dict[str, float] = field(default_factory=dict)  # fault -> when it began
@@ -111,15 +123,29 @@ class ChaosRing:
     def of(self, role: str) -> list[Member]:
         return [member for member in self.members if member.role == role]
 
+    @property
+    def everything(self) -> bool:
+        return self.ssd is not None
+
+    @property
+    def key(self) -> str:
+        """The API key of clients that belong to no tenant."""
+        return KEYS["root"] if self.everything else ""
+
     def can_harm(self, kind: str) -> bool:
-        """Whether there is somebody; of two workers one is left in peace, for somebody is to take over."""
+        """Whether there is somebody; of all workers one at a time, for somebody is to take over."""
         role = role_of(kind)
         if role == "redis":
             return not self.redis_harmed
         if role in WHOLE_RING:
             return self.ssd is not None
-        harmed = [member.harmed for member in self.of(role)]
-        return not all(harmed) and not (role == "worker" and any(harmed))
+        return bool(self._victims(kind)) and not (role == "worker" and any(each.harmed for each in self.of(role)))
+
+    def _victims(self, kind: str) -> list[Member]:
+        """Members that a fault may strike now; kills and restarts spare some."""
+        role, how = role_of(kind), kind.partition(".")[2]
+        found = [each for each in self.of(role) if not each.harmed and not (each.spared and how in ("kill", "restart"))]
+        return [each for each in found if each.ranks > 1] if kind.startswith("rank.") else found
 
     async def harm(
         self, kind: str, before: Callable[[Member], Awaitable[None]] | None = None, victim: Member | None = None
@@ -138,7 +164,7 @@ class ChaosRing:
                 await visit(self.redis.url, self.rng, self.freeze_s)
                 self.faults[kind] += 1
             return
-        member = victim or self.rng.choice([member for member in self.of(role) if not member.harmed])
+        member = victim or self.rng.choice(self._victims(kind))
         member.harmed = True
         if before is not None:
             await before(member)
@@ -264,43 +290,40 @@ async def chaos_ring(
             redis = stack.enter_context(EmbeddedRedis(folder / "redis"))
             write_at_once(redis.url)
             ports = [redis.port]
-        members = []
-        for i in range(2):
+
+        async def worker(name: str, *own: str, role: str = "worker", ranks: int = 1) -> Member:
             proxy = await stack.enter_async_context(Proxy(*ports))
-            arguments = (
-                "--redis",
-                proxy.url,
-                "--model",
-                f"models/{MODEL}",
-                "--lease-ms",
-                str(lease_ms),
-                "--worker-id",
-                f"w{i}",
-                "--num-local-ranks",
-                str(ranks),
-            )
-            arguments += ("--adapter-cache-dir", str(folder / f"w{i}"))
-            arguments += (*EVERYTHING, "--ssd-cache-dir", str(folder / "ssd")) if everything else ()
-            members.append(Member(f"w{i}", "worker", arguments, proxy))
+            common = ("--redis", proxy.url, "--lease-ms", str(lease_ms), "--worker-id", name)
+            places = ("--num-local-ranks", str(ranks), "--adapter-cache-dir", str(folder / name))
+            return Member(name, role, (*common, *places, *own), proxy, ranks=ranks)
+
+        model = ("--model", f"models/{MODEL}")
+        shared = (*EVERYTHING, "--ssd-cache-dir", str(folder / "ssd")) if everything and ranks == 1 else ()
+        members = [await worker(f"w{i}", *model, *shared, *hosting(folder, i, everything), ranks=ranks) for i in (0, 1)]
+        if everything:
+            members.append(await worker("g0", *model, *CHECKED, "--prefix-cache-gb", CACHE_GB, ranks=2))
+            members.append(await worker("v0", "--model", f"models/{VISION_MODEL}", role="seer"))
         for i in range(2):
             api_port = free_port()
             arguments = ("--redis", redis.url, "--port", str(api_port), "--api-id", f"a{i}", "--feedback-ttl-days", "1")
-            arguments += ("--record-ttl-s", "120") if everything else ()
+            arguments += ("--record-ttl-s", "120", "--api-key-file", str(key_file(folder))) if everything else ()
             members.append(Member(f"a{i}", "api", arguments, port=api_port))
         members += [Member(f"r{i}", "runner", ("--redis", redis.url, "--reward-processes", "1")) for i in range(2)]
         if trainer:
             members.append(Member("t0", "trainer", trainer_arguments(redis.url, folder)))
         if everything:
-            arguments = ("--redis", redis.url, "--model", f"models/{MODEL}", "--state-every", "5")
+            arguments = ("--redis", redis.url, *model, "--state-every", "5")
             members.append(Member("l0", "learners", arguments))
-        ring = ChaosRing(redis, members, rng, freeze_s, ranks, folder / "ssd" if everything else None)
+            for member in members:
+                only = len([each for each in members if each.role == member.role]) == 1
+                member.spared = rng.random() < 0.5 if only else member.name.endswith("0")
+        ring = ChaosRing(redis, members, rng, freeze_s, folder / "ssd" if everything else None)
         try:
-            later = ("trainer", "learners")  # they end where no worker has ever been
-            others = [member for member in members if member.role not in later]
+            others = [member for member in members if member.role not in LATER]
             for member in others:
                 member.start()
             await asyncio.gather(*(member.ready() for member in others))
-            for member in (each for role in later for each in ring.of(role)):
+            for member in (each for role in LATER for each in ring.of(role)):
                 member.start()
             yield ring
         except BaseException:
@@ -310,8 +333,39 @@ async def chaos_ring(
         assert not any(codes.values()), f"exit codes {codes}"
 
 
+def key_file(folder: Path) -> Path:
+    """The file of KEYS."""
+    path = folder / "keys"
+    rights = {name: "role=admin" if name == "root" else f"tenant={name}" for name in KEYS}
+    path.write_text("".join(f"{key} name={name} {rights[name]}\n" for name, key in KEYS.items()))
+    return path
+
+
 def trainer_arguments(redis_url: str, folder: Path) -> tuple[str, ...]:
     sizes = ("--steps", "1000000", "--prompts-per-step", "4", "--group-size", "4", "--max-tokens", "6")
     task = ("--task", "arithmetic", "--task-count", "16", "--learning-rate", "1e-4", "--lora-rank", "4")
     kept = ("--run-dir", str(folder / "train"), "--checkpoint-every", "5", "--parity-every", "0")
     return ("--redis", redis_url, "--model", f"models/{MODEL}", *task, *sizes, *kept)
+
+
+def hosting(folder: Path, number: int, everything: bool) -> tuple[str, ...]:
+    """Flags of the worker in which a second policy is trained, between its decode steps."""
+    if not everything or number != 1:
+        return ()
+    path = folder / "hosted.yaml"
+    run = {
+        "adapter": HOSTED_POLICY,
+        "run_dir": str(folder / "hosted"),
+        "task": "arithmetic",
+        "task_count": 16,
+        "steps": 1_000_000,
+        "prompts_per_step": 4,
+        "group_size": 4,
+        "max_tokens": 6,
+        "learning_rate": 1e-4,
+        "lora_rank": 4,
+        "checkpoint_every": 5,
+        "parity_every": 0,
+    }
+    path.write_text(yaml.safe_dump(run))
+    return ("--guest", HOSTED_TRAINER, "--train-config", str(path))

@@ -21,7 +21,7 @@ from shared.redis.queue.sequence_queue import SequenceQueue
 from tests.redis.scripted_worker import CARD, bundle
 from tests.redis.sequences import spec
 from tests.waiting import wait_until
-from worker.host import process, workers
+from worker.host import offers, process, workers
 from worker.host.describe import Answer, Described
 from worker.host.process import HostProcess
 
@@ -32,6 +32,7 @@ GB = 10**9
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "COMMAND", ("-m", "tests.redis.scripted_host_worker"))
     monkeypatch.setattr(process, "LOOK_S", 0.02)
+    monkeypatch.setattr(offers, "LOOK_S", 0.02)
     monkeypatch.setattr(process, "BEAT_S", 0.05)
 
 
@@ -118,9 +119,10 @@ async def test_a_host_loads_its_first_model_and_offers_the_others(redis: Redis, 
     assert await ring.status() is None
 
 
-async def test_a_request_for_a_model_that_is_not_loaded_takes_an_idle_ones_memory(
-    redis: Redis, redis_url: str, tmp_path: Path
+async def test_a_request_for_a_model_that_is_not_loaded_takes_an_idle_ones_memory_at_once(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(process, "LOOK_S", 3600.0)  # so it looks only where it is called, or has changed itself
     a, b = model(tmp_path, "a"), model(tmp_path, "b")
     async with hosting(redis, redis_url, a, b) as ring:
         await wait_until(ring.becomes(a="ready"))
@@ -129,8 +131,8 @@ async def test_a_request_for_a_model_that_is_not_loaded_takes_an_idle_ones_memor
         held = (await ring.held())["b"]
         assert held.worker.startswith(f"{ring.host.id}-b-") and held.load_s > 0
         assert not lives(starts(a)[0][2])
-        await ring.store.order("unload", "b")
         await SequenceQueue(redis, "b").cancel(["s"])
+        await ring.store.order("unload", "b")
         await wait_until(ring.becomes())
         await wait_until(lambda: _no_orders(ring))
 
@@ -155,6 +157,26 @@ async def test_a_load_that_fails_says_why(redis: Redis, redis_url: str, tmp_path
         assert status is not None and status.free_bytes == 10 * GB, "it takes no memory"
         await ring.ask("b")
         await wait_until(ring.becomes(a="failed", b="ready"))
+        (tmp_path / "a" / "serves").write_text("ready")
+        await SequenceQueue(redis, "b").cancel(["s"])
+        await ring.store.order("load", "a")  # it need not wait
+        await wait_until(ring.becomes(a="ready"))
+
+
+async def test_a_load_ends_when_its_model_is_unloaded_or_removed(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    a = model(tmp_path, "a", "loads")
+    async with hosting(redis, redis_url, a, model(tmp_path, "b")) as ring:
+        await wait_until(ring.becomes(a="loading"))
+        await wait_until((a / "starts").exists)
+        await ring.store.order("unload", "a")
+        await wait_until(ring.becomes())
+        await wait_until(lambda: _no_orders(ring))
+        await ring.store.order("load", "a")
+        await wait_until(ring.becomes(a="loading"))
+        await ring.store.remove("a")
+        await wait_until(ring.becomes())
+        await wait_until(lambda: _no_lease(ring))
+        assert not any(lives(pid) for *_, pid in starts(a))
 
 
 async def test_a_worker_that_dies_is_replaced_unless_it_has_lived_shortly(

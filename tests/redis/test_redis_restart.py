@@ -11,8 +11,9 @@ import pytest
 from redis.asyncio import Redis
 
 from api.serve.embedded_redis import EmbeddedRedis
-from shared.redis.connection.client import connect
+from shared.redis.connection.client import ask_all, connect
 from shared.redis.tokens.reader import FrameReader
+from tests.e2e.chaos_proxy import Proxy
 from tests.redis.outages import an_idle_worker_wakes, sequences_end_exactly_once, streams_go_on, write_at_once
 from tests.waiting import wait_until
 
@@ -65,3 +66,15 @@ async def test_streams_go_on_without_gap_or_repeat(own: Restartable, redis: Redi
 
 async def test_an_idle_worker_wakes_after_a_restart(own: Restartable, redis: Redis) -> None:
     await an_idle_worker_wakes(own, redis)
+
+
+async def test_a_connection_that_breaks_in_its_greeting_is_made_again(redis_url: str) -> None:
+    async with Proxy(int(redis_url.rpartition(":")[2].partition("/")[0])) as proxy:
+        client, broken = connect(proxy.url), proxy.broken
+        proxy.cut()  # it accepts, and closes at once
+        asked = asyncio.create_task(ask_all(client, [("PING",)]))
+        await wait_until(lambda: proxy.broken > broken + 1 or asked.done())
+        assert not asked.done(), asked.exception()
+        proxy.mend()
+        assert await asked == [True]
+        await client.aclose()

@@ -1,6 +1,7 @@
 """Rank 0's side of a group of workers: what its engine does, the other ranks' engines do in the same turn."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -14,6 +15,7 @@ from shared.adapters import AdapterManifest
 from shared.errors import EngineError
 from shared.frames import TokenEvent
 from shared.process.worker_settings import WorkerSettings
+from shared.wire import PeerError
 from worker.engine.orders import Order, Rehearse
 from worker.engine.turns import Consent, RankReport, TurnFacts
 
@@ -40,14 +42,18 @@ class EngineLead(GroupLead):
     # -- the event loop's
 
     async def bring(self, manifest: AdapterManifest) -> None:
-        """Have the file of a version at every rank; EngineError when one cannot get it."""
+        """Have the file of a version at every rank; EngineError when one cannot get it.
+
+        Once the group is lost this does not return: the worker ends, and its sequences go on elsewhere.
+        """
         waiting: list[tuple[FollowerLink, asyncio.Future[str]]] = []
         for follower in self.followers:
             self._fetches += 1
             waits: asyncio.Future[str] = self._loop.create_future()
             self._fetching[self._fetches] = waits
             waiting.append((follower, waits))
-            await follower.say(Fetch(self._fetches, manifest))
+            with contextlib.suppress(PeerError):  # the group is lost, or about to be
+                await follower.say(Fetch(self._fetches, manifest))
         for follower, waits in waiting:
             if fault := await waits:
                 raise EngineError(f"rank {follower.rank} ({follower.host}) cannot get adapter {manifest.id}: {fault}")
@@ -65,12 +71,6 @@ class EngineLead(GroupLead):
                     waits.set_result(fault)
             case _:
                 super()._hear(follower, message)
-
-    def _lose(self, reason: str, error: Exception | None = None) -> None:
-        super()._lose(reason, error)
-        for waits in self._fetching.values():
-            if self.lost and not waits.done():
-                waits.set_result(self.lost)
 
     # -- thread G's
 

@@ -5,6 +5,6 @@ placement.py  decides which host loads which model, from facts that every host r
 workers.py    the worker processes: start, reports, end
 spare.py      a worker process that waits for its model; the other end of `workers.py`
 describe.py   a model as its host has to know it before it is loaded
-sources.py    where a model comes from: this machine, or the hub
+offers.py     the models that this host could load: where their files are, and what is wrong with them
 memory.py     the machine's memory, divided among models
 """

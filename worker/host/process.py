@@ -14,25 +14,23 @@ import socket
 import time
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from shared.catalogue import CatalogueEntry, HeldModel, HeldState, HostStatus, PastModel, RingModels
+from shared.catalogue import CatalogueEntry, HeldModel, HeldState, HostStatus, ModelOrder, PastModel, RingModels
 from shared.errors import ConflictError, InvalidRequestError, SetupError
-from shared.fit.model_fit import Device
 from shared.process.loops import begin, cancel, until_taken
-from shared.process.model_aliases import is_hub_name, short_name
+from shared.process.model_aliases import short_name
 from shared.process.worker_settings import LINGER_S, WorkerSettings
+from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.processes.catalogue import CatalogueStore
 from shared.redis.processes.worker_registry import WorkerRegistry
-from worker.host.describe import Described
 from worker.host.memory import limit_of, machine_room
-from worker.host.placement import Load, PlacementRules, Unload, decide
-from worker.host.sources import entry_of, is_here, last_change, may_be_fetched
+from worker.host.offers import Offers
+from worker.host.placement import LOADING, Load, PlacementRules, Unload, decide
 from worker.host.weights.exchange import WeightExchange
 from worker.host.weights.files import WeightsRequest
 from worker.host.workers import WorkerChild
@@ -40,7 +38,9 @@ from worker.rows import now_ms
 
 log = structlog.get_logger()
 
-LOOK_S = 0.2  # between two looks at the demand: a request for a cold model waits for half of it
+LOOK_S = 0.2  # between two looks at the demand where nobody calls for one
+REST = 4.0  # times what a look takes, before the next one
+SPARE_AFTER_S = 2.0  # of the last load: its first tokens need the processor
 BEAT_S = 1.0
 REGISTER_EVERY_S = 3600.0  # cards and tokenizers, which Redis keeps for a week
 STEADY_S = 60.0  # a worker that ends of itself sooner than that after it was ready is not started again at once
@@ -54,6 +54,7 @@ class Held:
 
     name: str
     need_bytes: int
+    sha256: str = ""  # that the catalogue asks for
     expected_s: float = 0.0  # of its load, as the last one took; 0: not known
     state: HeldState = "loading"
     since_ms: int = 0
@@ -64,11 +65,20 @@ class Held:
     worker: str = ""  # id
     child: WorkerChild | None = None
     steps: int = -1  # of the engine, at the last look
-    is_lost: bool = False  # another host has the lease of its load
+    orders: frozenset[str] = frozenset()  # ids of those that were there when its load began
+    starting: "asyncio.Task[str] | None" = None  # its load
+    is_given_up: bool = False  # its load is
     task: "asyncio.Task[None] | None" = None  # its life
 
     def become(self, state: HeldState, why: str = "") -> None:
         self.state, self.since_ms, self.progress, self.why = state, now_ms(), 0.0, why
+
+    def give_up(self, why: str) -> None:
+        """End a download or load that is of no use any more."""
+        if self.state in LOADING and self.starting is not None and not self.is_given_up:
+            log.info("host.gives_up", model=self.name, why=why)
+            self.is_given_up = True
+            self.starting.cancel()
 
     def advance(self, progress: float) -> None:
         """Note how far its download or load is; the next heartbeat says so."""
@@ -101,17 +111,16 @@ class HostProcess:
         self._machine = socket.gethostname().split(".")[0]
         self.id = settings.worker_id or f"{self._machine}-{uuid.uuid4().hex[:6]}"
         self._rules = PlacementRules(batch_turn_s=settings.batch_turn_s, idle_s=settings.model_idle_s)
-        self._given = [entry_of(source) for source in settings.given_models]
         self._held: dict[str, Held] = {}
-        self._described: dict[str, tuple[CatalogueEntry, Described | str]] = {}  # by name, or why not
-        self._looked_at: dict[str, int] = {}  # last change of the files, by model
         self._past: dict[str, PastModel] = {}
         self._weights = WeightExchange(settings, self.id, self._given_source)
+        self._offers = Offers(settings, self._weights)
         self._spare: WorkerChild | None = None
         self._room_bytes = 0
         self._draining = False
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()  # a heartbeat is due
+        self._asked = asyncio.Event()  # a look is due
         self._telling = asyncio.Lock()  # between Redis and what we know of it nothing is half done
 
     def stop(self) -> None:
@@ -121,24 +130,27 @@ class HostProcess:
     async def run(self) -> int:
         """Serve until stopped; the exit code. SetupError for a given model that cannot be loaded at all."""
         self._redis = connect(self._settings.redis)
+        self._calls = connect(self._settings.redis, blocking=True)
         self._store, self._registry = CatalogueStore(self._redis), WorkerRegistry(self._redis)
         loops: list[asyncio.Task[None]] = []
         try:
             self._weights.open()
-            await self._describe(self._given)
-            for entry, said in self._described.values():
-                if isinstance(said, str):
-                    raise SetupError(f"--model {entry.source}: {said}")
+            await self._offers.look(self._offers.given)
+            await self._describe([each for each in self._offers.given if self._offers.files(each.name).place])
+            for looked in self._offers.looked:
+                if looked.why:
+                    raise SetupError(f"--model {looked.entry.source}: {looked.why}")
             first = asyncio.create_task(until_taken("host", self._join))
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait({first, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if first.done():
                 first.result()
-                log.info("host.ready", host=self.id, models=sorted(self._described))
+                log.info("host.ready", host=self.id, models=sorted(each.entry.name for each in self._offers.looked))
             loops = begin(
                 "host",
                 beat=self._beat_forever,
                 look=self._look_forever,
+                listen=self._listen,
                 spare=self._tend_spare,
                 register=self._register,
             )
@@ -154,23 +166,24 @@ class HostProcess:
                 async with asyncio.timeout(1):
                     await self._store.leave(self.id)
             await self._redis.aclose()
+            await self._calls.aclose()
         log.info("host.stopped", host=self.id)
         return 0
 
     # -- what it offers
 
     async def _join(self) -> None:
-        for entry in self._given:
+        for entry in self._offers.given:
             await self._offer(entry)
         await self._beat()
         models = await self._store.read()
-        for first in self._given[:1]:  # as a worker of one model has it from the start
+        for first in self._offers.given[:1]:  # as a worker of one model has it from the start
             if not models.holding(first.name) and not any(order.model == first.name for order in models.orders):
                 await self._store.order("load", first.name)
 
     async def _offer(self, entry: CatalogueEntry) -> None:
         """Write a model that this host has, with what was found in its files, and its card and tokenizer."""
-        described = self._known(entry.name)
+        described = self._offers.known(entry.name)
         if described is not None:
             entry = msgspec.structs.replace(
                 entry,
@@ -188,29 +201,22 @@ class HostProcess:
     async def _register(self) -> None:
         while True:
             await asyncio.sleep(REGISTER_EVERY_S)
-            for entry, _ in list(self._described.values()):
-                await self._offer(entry)
-
-    def _known(self, name: str) -> Described | None:
-        _, described = self._described.get(name, (None, None))
-        return described if isinstance(described, Described) else None
+            for looked in self._offers.looked:
+                await self._offer(looked.entry)
 
     async def _describe(self, entries: list[CatalogueEntry]) -> None:
         """Look at the files of models that are here; what the hub has is looked at when it is fetched."""
-        here = [entry for entry in entries if self._place(entry)]
-        if not here:
+        if not entries:
             return
         spare = await self._take_spare()
         try:
-            for entry in here:
+            for entry in entries:
                 for _ in range(LOOKS):
                     answer = await spare.describe(self._settings_of(entry))
                     if spare.runs:
                         break
                     spare = await WorkerChild.start()  # that one was killed, or the model ends any
-                self._described[entry.name] = (entry, answer.described or answer.why)
-                if answer.why:
-                    log.error("host.cannot_offer", model=entry.name, reason=answer.why)
+                self._offers.note(entry, answer.described, answer.why)
         finally:
             await self._give_back(spare)
 
@@ -225,106 +231,57 @@ class HostProcess:
         else:
             await spare.kill()
 
-    def _offers(self, models: RingModels) -> tuple[dict[str, int], dict[str, str]]:
-        """Models that this host could load, and the memory that each takes here, 0: not known; and models whose files
-        it has and cannot load, and why."""
-        needs, refuses = dict[str, int](), dict[str, str]()
-        for entry in self._meant(models):
-            described = self._known(entry.name)
-            comes = may_be_fetched(entry.source) or bool(self._weights.givers(entry, models))
-            if why := self._refusal(entry):
-                refuses[entry.name] = why
-            elif described is not None or comes:
-                needs[entry.name] = 0 if described is None else described.need_bytes
-        return needs, refuses
-
-    def _meant(self, models: RingModels) -> list[CatalogueEntry]:
-        """Models of the catalogue that this host is to load if it can."""
-        given = {entry.name for entry in self._given}
-        return [
-            entry
-            for entry in models.entries.values()
-            if entry.ranks == 1 and (entry.name in given or self._settings.from_catalogue)
-        ]
-
-    def _refusal(self, entry: CatalogueEntry) -> str:
-        """Say what is wrong with the files that this host has of a model; "" if nothing is, or if it has none."""
-        _, described = self._described.get(entry.name, (None, ""))
-        if isinstance(described, str):
-            return described
-        if entry.sha256 not in ("", described.card.base_sha256):
-            return f"its files have the hash {described.card.base_sha256}, and the catalogue asks for {entry.sha256}"
-        if not is_hub_name(entry.source) and not self._place(entry):
-            return f"'{entry.source}' is there no longer"
-        return ""
-
     async def _look_at_new(self, models: RingModels) -> None:
         """Describe what the catalogue has got since the last look, or has otherwise than before."""
-        if not self._settings.from_catalogue:
-            return
-        new = []
-        for entry in models.entries.values():
-            before, _ = self._described.get(entry.name, (None, None))
-            same = before is not None and (before.source, before.options) == (entry.source, entry.options)
-            if same and self._known(entry.name) is None:  # refused: looked at again when its files have changed
-                same = self._looked_at.get(entry.name) == last_change(self._place(entry) or entry.source)
-            if entry.ranks > 1 or same or entry.name in self._held:
-                continue
-            place = self._place(entry)
-            self._looked_at[entry.name] = last_change(place or entry.source)  # first: they may change meanwhile
-            if not place and not self._may_open(entry):
-                if self._weights.address:  # another host may give it
-                    continue
-                why = "its folder is in none of this host's --catalogue-folders"
-                self._described[entry.name] = (entry, why)
-                log.error("host.cannot_offer", model=entry.name, reason=why)
-            elif place:
-                new.append(entry)
+        await self._offers.look([*models.entries.values(), *self._offers.given])
+        new = self._offers.new(models, self._held)
         await self._describe(new)
         for entry in new:
-            if self._known(entry.name):
+            if self._offers.known(entry.name):
                 await self._offer(entry)
-        for name in set(self._described) - set(models.entries):
-            del self._described[name]
-            self._looked_at.pop(name, None)
-
-    def _place(self, entry: CatalogueEntry) -> str:
-        """Where a model's files are on this machine: as the catalogue says, or where those of another host are stored;
-        "" for files that are not here or not open to the catalogue."""
-        if is_here(entry.source) and self._may_open(entry):
-            return entry.source
-        return str(self._weights.stored(entry.sha256) or "")
+        self._offers.forget_all_but(models.entries)
 
     def _given_source(self, ask: WeightsRequest) -> str:
         """Where the files of a model are that another host asks for; "" where they are not ours, or others."""
-        entry, described = self._described.get(ask.model, (None, ""))
-        if entry is None or isinstance(described, str) or described.card.base_sha256 != ask.sha256:
-            return ""
-        return self._place(entry)
-
-    def _may_open(self, entry: CatalogueEntry) -> bool:
-        """True unless a catalogue's entry names a file of this machine that its operator has not opened to it."""
-        if may_be_fetched(entry.source) or any(given.source == entry.source for given in self._given):
-            return True
-        path = Path(entry.source).expanduser().resolve()
-        return any(path.is_relative_to(each.expanduser().resolve()) for each in self._settings.catalogue_folders)
+        known = self._offers.known(ask.model)
+        return "" if known is None or known.card.base_sha256 != ask.sha256 else self._offers.files(ask.model).place
 
     # -- what it holds
 
     async def _look_forever(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._asked.wait()
+            self._asked.clear()
+            began = time.monotonic()
             async with self._telling:
                 models = await self._store.read()
                 # A Redis without our heartbeat has lost the catalogue, too, until the next one.
-                if not self._draining and any(host.id == self.id for host in models.hosts):
+                is_whole = any(host.id == self.id for host in models.hosts)
+                if is_whole and not self._draining:
                     await self._follow(models)
-            await self._look_at_new(models)
+            if is_whole:
+                await self._look_at_new(models)
+            await asyncio.sleep(min(LOOK_S, REST * (time.monotonic() - began)))  # however often we are called
+
+    def _note_change(self) -> None:
+        """Have the ring know at once, and look what is possible now."""
+        self._changed.set()
+        self._asked.set()
+
+    async def _listen(self) -> None:
+        """Look at once where something is asked for that no worker has."""
+        async with self._calls.pubsub() as channel:
+            await channel.subscribe(keys.control_channel(keys.HOSTS))
+            async for _ in channel.listen():  # the first message is the subscription's own
+                self._asked.set()
 
     async def _follow(self, models: RingModels) -> None:
         """Do what is this host's part of the plan."""
         hosts = [host for host in models.hosts if host.id != self.id] + [self._status(models)]
         models = msgspec.structs.replace(models, hosts=tuple(sorted(hosts, key=lambda host: host.id)))
+        models = await self._settle_orders(models)  # first: one whose load has failed is not carried out again
         demand = await self._store.demand(models)
         for action in decide(models, demand, self.id, self._rules):
             if isinstance(action, Load):
@@ -336,22 +293,33 @@ class HostProcess:
             is_only = all(host.id == self.id for host, each in models.holding(name) if each.state == "ready")
             if held is not None and is_only and (any(asked.waiting.values()) or any(asked.running.values())):
                 held.used_ms = now_ms()  # of several copies, each one's worker says which is in use: `_note_uses`
-        await self._settle_orders(models)
+        for held in self._held.values():
+            if held.name not in models.entries:
+                held.give_up("it is no longer in the catalogue")
+            elif any(each.kind == "unload" for each in _orders(models, held.name, self.id)):
+                held.give_up("as ordered")
 
-    async def _settle_orders(self, models: RingModels) -> None:
-        """Take orders off the list that have been carried out, or cannot be."""
+    async def _settle_orders(self, models: RingModels) -> RingModels:
+        """Take orders off the list that have been carried out, or cannot be; the models without these."""
+        left = []
         for order in models.orders:
             if order.host not in ("", self.id):
+                left.append(order)
                 continue
             held = self._held.get(order.model)
             if order.kind == "load":
-                done = held is not None and held.state in ("ready", "failed") and held.since_ms >= order.at_ms
+                done = held is not None and held.state in ("ready", "failed") and order.id in held.orders
                 done |= any(each.state == "ready" for host, each in models.holding(order.model) if not order.host)
                 done |= held is not None and held.state == "ready"
             else:
-                done = held is None and (order.host == self.id or not models.holding(order.model))
+                there = [each for host, each in models.holding(order.model) if order.host in ("", host.id)]
+                done = held is None or held.state == "failed"
+                done &= all(each.state == "failed" for each in there)
             if done:
                 await self._store.fulfil(order)
+            else:
+                left.append(order)
+        return msgspec.structs.replace(models, orders=tuple(left))
 
     async def _load(self, action: Load, models: RingModels) -> None:
         name, before = action.model, self._held.get(action.model)
@@ -359,14 +327,16 @@ class HostProcess:
             return
         if not await self._store.take_load(name, self.id, models.loads.get(name, 0)):
             return
-        entry, needs = models.entries[name], self._offers(models)[0]
+        entry, needs = models.entries[name], self._offers.of(models)[0]
         expected = self._past.get(name, PastModel()).load_s
-        held = Held(name, needs.get(name, 0) or entry.size_bytes, expected, since_ms=now_ms(), used_ms=now_ms())
+        need, now = needs.get(name, 0) or entry.size_bytes, now_ms()
+        held = Held(name, need, entry.sha256, expected, since_ms=now, used_ms=now)
+        held.orders = frozenset(order.id for order in _orders(models, name, self.id))
         log.info("host.loads", model=name, why=action.why, unloads=list(action.evict))
         leaving = [self._unload(Unload(each, f"its memory is needed for {name}")) for each in action.evict]
         self._held[name] = held
         held.task = asyncio.create_task(self._live(held, entry, needs, [task for task in leaving if task]))
-        self._changed.set()
+        self._note_change()
 
     def _unload(self, action: Unload) -> "asyncio.Task[None] | None":
         held = self._held.get(action.model)
@@ -375,7 +345,7 @@ class HostProcess:
         log.info("host.unloads", model=held.name, why=action.why)
         held.become("unloading", action.why)
         assert held.child is not None
-        self._changed.set()
+        self._note_change()
         stopping = asyncio.create_task(held.child.stop(self._patience_s))
         stopping.add_done_callback(lambda task: None if task.cancelled() else task.exception())
         return held.task
@@ -389,16 +359,24 @@ class HostProcess:
         self, held: Held, entry: CatalogueEntry, needs: dict[str, int], leaving: "list[asyncio.Task[None]]"
     ) -> None:
         """One model's time on this host, from its load to the end of its worker."""
+        held.starting = asyncio.create_task(self._start(held, entry, needs, leaving))
         try:
-            why = await self._start(held, entry, needs, leaving)
+            why = await held.starting
+        except asyncio.CancelledError:
+            if not held.is_given_up:
+                held.starting.cancel()
+                raise
+            why = "its load is given up"
         except Exception as error:
             log.exception("host.load_failed", model=held.name)
             why = f"{type(error).__name__}: {error}"
         if why:
             if held.child is not None:
                 await held.child.kill()
-            if held.is_lost:
+            if held.is_given_up:
                 self._held.pop(held.name, None)
+                await self._end_load(held)
+                self._note_change()
                 return
             log.error("host.cannot_load", model=held.name, reason=why)
             held.become("failed", why)
@@ -416,10 +394,10 @@ class HostProcess:
             log.error("host.worker_died", model=held.name, exit_code=code)
             if now_ms() - held.since_ms < 1000 * STEADY_S:
                 held.become("failed", why)
-                self._changed.set()
+                self._note_change()
                 return
         self._held.pop(held.name, None)
-        self._changed.set()
+        self._note_change()
 
     async def _start(
         self, held: Held, entry: CatalogueEntry, needs: dict[str, int], leaving: "list[asyncio.Task[None]]"
@@ -428,7 +406,8 @@ class HostProcess:
         if leaving:
             await asyncio.wait(leaving)
         began = time.monotonic()  # a drain is no part of what a load takes
-        known = self._known(held.name)
+        known = self._offers.known(held.name) if await self._offers.find(entry) else None
+        await asyncio.to_thread(self._weights.note_use, entry.sha256)
         if known is None or (self._spare is not None and self._spare.runs):
             held.child = await self._take_spare()
         if known is None:
@@ -447,8 +426,8 @@ class HostProcess:
             held.child = await WorkerChild.start(settings)
         else:
             await held.child.serve(settings)
-        if self._draining or held.is_lost:
-            return "its host ends" if self._draining else "another host loads it"
+        if self._draining:
+            return "its host ends"
         why = await held.child.started(held.advance)
         held.load_s = time.monotonic() - began
         return why
@@ -456,18 +435,18 @@ class HostProcess:
     async def _fetch(self, held: Held, entry: CatalogueEntry, spare: WorkerChild) -> str:
         """Get a model from the hub and look at it; why that cannot be."""
         held.become("downloading")
-        self._changed.set()
+        self._note_change()
         models = await self._store.read()
-        if not self._place(entry) and self._weights.givers(entry, models):
-            why = await self._weights.take(entry, models, held.advance)
-            if why and not may_be_fetched(entry.source):
+        if not await self._offers.find(entry) and self._weights.givers(entry, models):
+            why = await self._weights.take(entry, models, held.advance, self._hashes_in_use())
+            if not await self._offers.find(entry) and not self._offers.files(entry.name).of_hub:
                 return why
         answer = await spare.describe(self._settings_of(entry), held.advance)
         held.become("loading")
         if answer.described is None:
             return answer.why
-        self._described[entry.name] = (entry, answer.described)
-        if why := self._refusal(entry):
+        self._offers.note(entry, answer.described)
+        if why := self._offers.refusal(entry):
             self._weights.forget(entry.sha256)
             return why
         held.need_bytes = answer.described.need_bytes
@@ -479,6 +458,12 @@ class HostProcess:
                 f"{max(0, self._room_bytes - taken + held.need_bytes) / 1e9:.1f} GB are free"
             )
         return ""
+
+    def _hashes_in_use(self) -> set[str]:
+        """Hashes of the models that this host holds or gets."""
+        held = [name for name, each in self._held.items() if each.state != "failed"]
+        known = (self._offers.known(name) for name in held)
+        return {self._held[name].sha256 for name in held} | {each.card.base_sha256 for each in known if each}
 
     async def _end_load(self, held: Held) -> None:
         """Give the lease back, after a heartbeat that shows what has become of the load."""
@@ -492,17 +477,19 @@ class HostProcess:
     def _settings_of(self, entry: CatalogueEntry) -> dict[str, str]:
         """A worker's settings for one model, as variables."""
         host = {"models": [], "from_catalogue": False, "max_loaded_models": 0, "dry_run": False, "drain_batch": False}
-        own = {"model": self._place(entry) or entry.source, "served_model_name": entry.name}
+        own = {"model": self._offers.files(entry.name).place or entry.source, "served_model_name": entry.name}
         variables = self._settings.model_copy(update=host | own).environment()
         options = {f"PARALLM_{flag.replace('-', '_').upper()}": value for flag, value in entry.options.items()}
         return variables | options
 
     async def _tend_spare(self) -> None:
         """Have a spare, but not while something is loading: it would take that one's processor."""
+        calm = time.monotonic()
         while self._settings.spare_worker:
             await asyncio.sleep(LOOK_S)
-            loads = any(held.state in ("loading", "downloading") for held in self._held.values())
-            if not self._draining and not loads and (self._spare is None or not self._spare.runs):
+            if any(held.state in LOADING for held in self._held.values()):
+                calm = time.monotonic() + SPARE_AFTER_S
+            if not self._draining and time.monotonic() >= calm and (self._spare is None or not self._spare.runs):
                 self._spare = await WorkerChild.start()
 
     async def _end_all(self) -> None:
@@ -540,26 +527,22 @@ class HostProcess:
             await self._weights.tend(self._redis)
             beat = await self._store.beat(self._status(models))
             if not beat.has_catalogue:
-                for entry, _ in list(self._described.values()):
-                    await self._offer(entry)
+                for looked in self._offers.looked:
+                    await self._offer(looked.entry)
         for name in beat.lost:
             held = self._held.get(name)
-            if held is not None and held.state in ("loading", "downloading"):
-                log.warning("host.lease_lost", model=name)
-                held.is_lost = True
-                if held.child is not None:
-                    await held.child.kill()
+            if held is not None:
+                held.give_up("another host has the lease")
 
     async def _measure_room(self) -> None:
         pids = [held.child.pid for held in self._held.values() if held.child is not None and held.child.runs]
-        devices = (known.device for name in self._described if (known := self._known(name)))
-        device = next(devices, Device())  # plain memory until a model is known
+        device = self._offers.device
         limit = self._settings.memory_limit_bytes
         self._room_bytes = await asyncio.to_thread(machine_room, device, limit, pids)
 
     def _status(self, models: RingModels) -> HostStatus:
         taken = sum(held.need_bytes for held in self._held.values() if held.state != "failed")
-        offers, refuses = self._offers(models)
+        offers, refuses = self._offers.of(models)
         return HostStatus(
             id=self.id,
             host=self._machine,
@@ -584,3 +567,8 @@ class HostProcess:
             for status in await self._registry.workers(held.name):
                 if status.id == held.worker and (status.steps != held.steps or status.rows):
                     held.steps, held.used_ms = status.steps, now_ms()
+
+
+def _orders(models: RingModels, name: str, host: str) -> list[ModelOrder]:
+    """Orders of a model that are a host's to carry out."""
+    return [order for order in models.orders if order.model == name and order.host in ("", host)]

@@ -67,7 +67,32 @@ def connect(url: str, *, blocking: bool = False) -> "Redis":
         return ClusterRedis(ClusterAddress.parse(url), retry=_retry(*_AWAY_IN_CLUSTER), **options)
     client = _client(url, retry=_retry(), retry_on_error=list(_AWAY), **options)
     make_cancellable(client.connection_pool)
+    if not is_sentinel(url):  # whose connections try all of it again
+        pool = client.connection_pool
+        pool.connection_class = type("PatientConnection", (_Patient, pool.connection_class), {})
     return client
+
+
+class _Patient:
+    """A connection that is made anew if it breaks in its greeting; redis-py does so only before the greeting.
+
+    A server that dies does so between accepting a connection and its first reply, and so does a proxy without one.
+    """
+
+    async def on_connect(self) -> None:
+        """Greet, and connect again where that failed; a refused password is not tried again."""
+        refused = await self.retry.call_with_retry(self._greet, lambda error: self.disconnect())  # type: ignore[attr-defined]
+        if refused is not None:
+            raise refused
+
+    async def _greet(self) -> AuthenticationError | None:
+        if not self.is_connected:  # type: ignore[attr-defined]
+            await self._connect()  # type: ignore[attr-defined]
+        try:
+            await super().on_connect()  # type: ignore[misc]
+        except AuthenticationError as error:  # to redis-py a fault of the connection
+            return error
+        return None
 
 
 _AWAY = (RedisConnectionError, RedisTimeoutError, OSError)

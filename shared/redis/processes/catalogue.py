@@ -202,6 +202,7 @@ class CatalogueStore:
             pipe.hset(keys.model_orders(), _field(model, host), _encode(order).decode())
             pipe.expire(keys.model_orders(), keys.MODEL_ORDER_TTL_S)
             await pipe.execute()
+        await self._redis.publish(keys.control_channel(keys.HOSTS), "")  # they look now
         return order
 
     async def fulfil(self, order: ModelOrder) -> None:

@@ -145,6 +145,7 @@ class SequenceQueue:
         assert all(spec.sequence_class == kind for spec in specs), "one class a call"
         bound = self._max_waiting.get(kind, 0)
         args: list[Argument] = [keys.GROUP, bound, QUEUE_TTL_S, len(specs), BUSY_SHARE, *timely]
+        args.append(keys.control_channel(keys.HOSTS))
         for spec in specs:
             args += [spec.id, spec.group, spec.kv_tokens, spec.api, spec.deadline_ms, spec.job, encode(spec)]
             args.append(spec.first_token_deadline_ms)

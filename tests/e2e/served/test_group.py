@@ -16,6 +16,7 @@ import pytest
 from shared.process.group_settings import LOST_EXIT_CODE
 from tests.e2e.rings import MODEL, Process, Ring, ring
 from tests.e2e.test_adapters import CONFIG, chat_body, upload, weights
+from tests.unit.networks import LSTM, inputs_of, weights_of
 from tests.waiting import HANG_S, wait_until
 
 LONG = {"model": MODEL, "prompt": "Count from 1 to 60.", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -57,6 +58,7 @@ MIXED = [
     ("chat/completions", chat_body("both")),
     ("chat/completions", chat_body("both@1", max_tokens=40)),
     ("embeddings", {"model": MODEL, "input": ["hello", "x" * 300]}),
+    ("rl/act", {"model": "steers", "observations": inputs_of(LSTM, 3)["observation"].tolist()}),
 ]
 
 
@@ -74,6 +76,8 @@ async def answers(at: Ring) -> list[Any]:
             response = await http.post(f"/{path}", json=asked)
             assert response.status_code == 200, response.text
             told = response.json()
+            if path == "rl/act":
+                return [[round(number, 4) for number in each] for each in told["action_probs"]]
             if path == "embeddings":
                 return [[round(number, 3) for number in each["embedding"]] for each in told["data"]]
             return [(each.get("text") or each["message"]["content"], each["finish_reason"]) for each in told["choices"]]
@@ -88,6 +92,7 @@ def test_two_ranks_answer_as_one_process_does(served: Ring, group: Ring) -> None
         with httpx.Client(base_url=at.url, timeout=HANG_S) as http:
             for seed in (1, 2):
                 assert upload(http, "both", weights(seed), CONFIG).status_code == 200
+            assert upload(http, "steers", weights_of(LSTM, 1), {"network": LSTM}).status_code == 200
     assert asyncio.run(answers(group)) == asyncio.run(answers(served))
     with httpx.Client(base_url=group.url, timeout=HANG_S) as http:
         for path in ("/pause?mode=keep", "/resume"):

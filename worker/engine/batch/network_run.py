@@ -40,7 +40,7 @@ class NetworkRows:
     def advance(self, model: RowModel, others: Iterable[NetworkRows], opened: float) -> None:
         """Go on with the forward that it is part of, as far as the turn that was opened then has time.
 
-        It begins with those of the others that fit.
+        Among several ranks by one piece, whatever the time. It begins with those of the others that fit.
         """
         if self.outcome is None and self._run is None:
             self._begin(model, others)
@@ -49,7 +49,7 @@ class NetworkRows:
             began = time.perf_counter()
             self._run.work()
             now = time.perf_counter()
-            if now + (now - began) > until:  # the next piece will take about as long
+            if model.is_divided or now + (now - began) > until:  # the next piece will take about as long
                 return
 
     def report(self) -> tuple[bytes | None, Finish]:

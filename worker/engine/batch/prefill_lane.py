@@ -297,7 +297,7 @@ class PrefillLane:
             opened = self._pieces.opened
             self._pieces.ignore()
             network.advance(self._model, self._of_its_version(task), opened)
-            if task.left or is_spent(opened):
+            if task.left or self._model.is_divided or is_spent(opened):
                 self._spent = opened
 
     def _of_its_version(self, task: PrefillTask) -> list[NetworkRows]:

@@ -105,8 +105,6 @@ class RowModel:
             raise UnsupportedModelError("this model shows no hidden states: no embeddings, no heads", param="model")
         if spec.sampling.return_routed_experts and self._routes is None:
             self._routes = self._noted_routes()
-        if spec.kind == "network" and self._ranks is not None:
-            raise UnsupportedModelError("a worker of several ranks computes no networks", param="model")
 
     def _noted_routes(self) -> NotedRoutes:
         if self.stages > 1:
@@ -148,6 +146,11 @@ class RowModel:
         self.logits_B1V, self.tokens_B1 = self.logits_B1V[index], self.tokens_B1[index]
         self.rows, self.versions = rows, tuple(self.versions[at] for at in keep)
         self._place()
+
+    @property
+    def is_divided(self) -> bool:
+        """True if several ranks compute together, none of which may decide anything by its own clock."""
+        return self._ranks is not None
 
     @property
     def same(self) -> Callable[[mx.array], mx.array] | None:

@@ -12,12 +12,14 @@
 -- ARGV[5] share    of a worker's rows; from there on it is busy
 -- ARGV[6] timely   most that may wait so that these have their first tokens in time; -1: as many as there are
 -- ARGV[7] idle_ms  `timely` counts once something has waited for so long: a worker with a free row is sooner
--- ARGV[8..]        per sequence: id, group of the sequence, KV tokens, api, deadline ms, job, spec (msgpack),
+-- ARGV[8] hosts    the channel on which hosts hear of a model that no worker has
+-- ARGV[9..]        per sequence: id, group of the sequence, KV tokens, api, deadline ms, job, spec (msgpack),
 --                  first token's deadline ms; then the preferred workers' ids
 -- Returns the number of new sequences, or -waiting-1 when a bound would be passed.
 local group, bound, ttl, n, share = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local timely = tonumber(ARGV[6])
 local FIELDS = 8
+local BEAT_MS = 10000  -- a worker without a heartbeat for so long has died
 local new, seen = {}, {}
 for i = 1, n do
   local key = KEYS[i + 4]
@@ -44,7 +46,7 @@ end
 local function preferred()
   local best, best_load = nil, share
   for i = 0, (#KEYS - n - 4) / 3 - 1 do
-    local worker, at = ARGV[8 + n * FIELDS + i], n + 5 + 3 * i
+    local worker, at = ARGV[9 + n * FIELDS + i], n + 5 + 3 * i
     local h = redis.call('HMGET', KEYS[at], 'state', 'max_rows')
     local rows = tonumber(h[2] or '0') or 0
     if h[1] == 'ready' and rows > 0 then
@@ -75,11 +77,15 @@ if bound > 0 or timely >= 0 then
 end
 open_stream(stream, group, ttl)
 for _, i in ipairs(new) do
-  local a = 8 + (i - 1) * FIELDS
+  local a = 9 + (i - 1) * FIELDS
   local entry = redis.call('XADD', stream, '*', 'id', ARGV[a], 'group', ARGV[a + 1], 'kv', ARGV[a + 2])
   redis.call('HSET', KEYS[i + 4], 'state', 'queued', 'stream', stream, 'entry', entry, 'attempt', 0, 'worker', '',
     'api', ARGV[a + 3], 'deadline', ARGV[a + 4], 'job', ARGV[a + 5], 'spec', ARGV[a + 6],
     'first', ARGV[a + 7])
   redis.call('EXPIRE', KEYS[i + 4], ttl)
+end
+local workers = string.match(KEYS[1], '^(.*):queue:') .. ':workers'
+if redis.call('ZCOUNT', workers, server_ms() - BEAT_MS, '+inf') == 0 then
+  redis.pcall('PUBLISH', ARGV[8], '')  -- they look anyway, only later
 end
 return #new
