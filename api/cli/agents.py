@@ -135,8 +135,8 @@ def _aider(served: Served, folder: Path) -> Setup:
         "mode": "chat",
     }
     named = f"openai/{served.model}"
-    arguments = ("--model", named, "--weak-model", named, "--model-metadata-file", str(folder / "models.json"))
-    arguments += ("--timeout", str(PATIENCE_S))
+    files = ("--model-metadata-file", str(folder / "models.json"))
+    arguments = ("--model", named, "--weak-model", named, "--timeout", str(PATIENCE_S), *files)
     return Setup(
         environment={
             "OPENAI_API_BASE": served.openai_url,
