@@ -42,7 +42,9 @@ def main() -> None:
     folder = Path(settings["PARALLM_MODEL"])
     serves = (folder / "serves").read_text() if (folder / "serves").exists() else "ready"  # no file that hosts give
     with (folder / "starts").open("a") as starts:
-        starts.write(f"{settings['PARALLM_MEMORY_LIMIT']} {settings['PARALLM_SERVED_MODEL_NAME']} {os.getpid()}\n")
+        draft = settings.get("PARALLM_DRAFT_MODEL_PATH", "")
+        name = settings["PARALLM_SERVED_MODEL_NAME"]
+        starts.write(f"{settings['PARALLM_MEMORY_LIMIT']} {name} {os.getpid()} {draft}\n")
     say('{"progress": 0.5}')
     if serves == "loads":
         sys.stdin.read()

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from shared.catalogue import CatalogueEntry, HeldModel, HeldState, HostStatus, ModelOrder, PastModel, RingModels
+from shared.catalogue import DRAFT, CatalogueEntry, HeldModel, HeldState, HostStatus, ModelOrder, PastModel, RingModels
 from shared.errors import ConflictError, InvalidRequestError, SetupError
 from shared.process.loops import begin, cancel, until_taken
 from shared.process.model_aliases import short_name
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 LOOK_S = 0.2  # between two looks at the demand where nobody calls for one
 REST = 4.0  # times what a look takes, before the next one
-SPARE_AFTER_S = 2.0  # of the last load: its first tokens need the processor
+SPARE_AFTER_S = 0.5  # of the last load: its first token needs the processor
 BEAT_S = 1.0
 REGISTER_EVERY_S = 3600.0  # cards and tokenizers, which Redis keeps for a week
 STEADY_S = 60.0  # a worker that ends of itself sooner than that after it was ready is not started again at once
@@ -439,7 +439,7 @@ class HostProcess:
         models = await self._store.read()
         if not await self._offers.find(entry) and self._weights.givers(entry, models):
             why = await self._weights.take(entry, models, held.advance, self._hashes_in_use())
-            if not await self._offers.find(entry) and not self._offers.files(entry.name).of_hub:
+            if not await self._offers.find(entry) and not self._offers.files(entry.name).hub:
                 return why
         answer = await spare.describe(self._settings_of(entry), held.advance)
         held.become("loading")
@@ -479,7 +479,10 @@ class HostProcess:
         host = {"models": [], "from_catalogue": False, "max_loaded_models": 0, "dry_run": False, "drain_batch": False}
         own = {"model": self._offers.files(entry.name).place or entry.source, "served_model_name": entry.name}
         variables = self._settings.model_copy(update=host | own).environment()
-        options = {f"PARALLM_{flag.replace('-', '_').upper()}": value for flag, value in entry.options.items()}
+        given = dict(entry.options)
+        if draft := given.pop(DRAFT, ""):
+            given = {"spec-decode": "auto", **given, "draft-model-path": self._offers.files(draft).source}
+        options = {f"PARALLM_{flag.replace('-', '_').upper()}": value for flag, value in given.items()}
         return variables | options
 
     async def _tend_spare(self) -> None:
