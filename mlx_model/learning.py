@@ -1,23 +1,44 @@
-"""LoRA that learns on a model that ranks divide.
+"""LoRA that learns: on a whole model, and on one that ranks divide.
 
-Parameters are whole on every rank, under mlx-lm's names, and each rank computes with its part of them: so what is
-optimised, saved and published is what one process has. Of a parameter's gradient a rank has what its part of the layer
-makes of it, so that the gradient is the sum over ranks (`Gradients.whole`).
+Of the latter parameters are whole on every rank, under mlx-lm's names, and each rank computes with its part of them: so
+what is optimised, saved and published is what one process has. Of a parameter's gradient a rank has what its part of
+the layer makes of it, so that the gradient is the sum over ranks (`Gradients.whole`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.distributed import sum_gradients
 from mlx.utils import tree_map_with_path
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
+from mlx_model.device import on_cpu
 from mlx_model.sharding import sum_gradients_of
 from mlx_model.sites import Site, Whole, find_sites, partial_sums, replace_modules, summed
 from shared.errors import SetupError
+
+
+class LearningLoRA(LoRALinear):  # type: ignore[misc]
+    """LoRA on a linear: mlx-lm's, but in bfloat16 on a GPU.
+
+    There parameters are rounded to bfloat16 for the products, whose sums are fp32, as workers do. In fp32 inputs and
+    outputs would be copied into twice the bytes several times, which takes as long as the linear's own products.
+    """
+
+    @classmethod
+    def from_base(cls, linear: Any, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> LearningLoRA:
+        layer = LoRALinear.from_base(linear, r=r, dropout=dropout, scale=scale)
+        layer.__class__ = cls
+        return cast(LearningLoRA, layer)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if x.dtype != mx.bfloat16 or on_cpu():
+            return cast(mx.array, super().__call__(x))
+        y = self.linear(x)
+        return mx.addmm(y, x @ self.lora_a.astype(y.dtype), (self.scale * self.lora_b).astype(y.dtype))
 
 
 class DividedLoRA(LoRALinear):  # type: ignore[misc]

@@ -14,6 +14,7 @@ from shared.machine.memory import GpuMemory, footprint, machine_memory
 from shared.machine.status import MachineStatus
 
 _SMALLEST_CACHE = 256 << 20  # bytes of freed memory that MLX may keep in any case
+_most_kept = _SMALLEST_CACHE  # bytes of it, by what was free when this process had loaded its model
 
 
 def free_bytes() -> int:
@@ -62,4 +63,18 @@ def bound_freed_memory(usable_bytes: int) -> None:
 
     On a GPU what is not found there takes long to get; a CPU gets memory about as fast as it finds it.
     """
-    mx.set_cache_limit(_SMALLEST_CACHE if on_cpu() else max(_SMALLEST_CACHE, usable_bytes // 4))
+    global _most_kept
+    _most_kept = _SMALLEST_CACHE if on_cpu() else max(_SMALLEST_CACHE, usable_bytes // 4)
+    mx.set_cache_limit(_most_kept)
+
+
+def watched_memory(limit_bytes: int = 0) -> MachineStatus:
+    """`memory_status`; and MLX keeps no more freed memory than a quarter of what is available on a GPU of its own.
+
+    That memory is none of the system's pressure, and other processes on the GPU cannot have it: four that keep what
+    each was allowed when it started leave nothing, and an allocation fails in whichever asks next.
+    """
+    status = memory_status(limit_bytes)
+    if status.gpu_total:
+        mx.set_cache_limit(max(_SMALLEST_CACHE, min(_most_kept, status.gpu_available // 4)))
+    return status

@@ -42,6 +42,7 @@ class GateCheck(msgspec.Struct, frozen=True):
     name: str
     passed: bool
     detail: str = ""
+    value: float | None = None  # what was measured, where it has a bound
 
 
 class AdapterManifest(msgspec.Struct, frozen=True):

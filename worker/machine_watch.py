@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 import structlog
 
-from mlx_model.memory import memory_status
+from mlx_model.memory import watched_memory
 from shared.machine.memory import worst
 from shared.machine.power import Power, machine_power
 from shared.machine.status import MachineStatus
@@ -37,7 +37,7 @@ ROWS_ON_BATTERY = 0.25  # with --on-battery slow
 class MachineReaders:
     """Where the facts come from."""
 
-    memory: Callable[[int], MachineStatus] = memory_status  # of a process that may take so many bytes
+    memory: Callable[[int], MachineStatus] = watched_memory  # of a process that may take so many bytes
     power: Callable[[], Power] = machine_power
     thermal: Callable[[], Thermal] = machine_thermal
 

@@ -92,22 +92,30 @@ def _check(settings: ServeSettings) -> None:
 
 
 def _rehearse(settings: ServeSettings) -> str:
-    """Check what a start checks before it joins a ring and reads weights, in a worker, too; the trainer's settings.
+    """Check what a start checks before it joins a ring and reads weights, in a worker and in night school, too; the
+    trainer's settings.
 
-    SetupError with the words of the worker that would refuse to start.
+    SetupError with the words of the process that would refuse to start.
     """
     _check(settings)
+    if settings.has_nights:
+        _rehearsed(night_spec(settings, settings.port, ""))
     if not settings.workers:
         return ""
-    first = worker_spec(settings, 0)  # has all that the others have, and the guest
-    command = [sys.executable, "-m", first.module, "--dry-run"]
-    environment = {**os.environ, **first.environment}
+    # The first worker has all that the others have, and the guest.
+    _, separator, guest = _rehearsed(worker_spec(settings, 0)).partition("---\n")
+    return separator + guest
+
+
+def _rehearsed(child: ChildSpec) -> str:
+    """What a child's `--dry-run` prints."""
+    command = [sys.executable, "-m", child.module, "--dry-run"]
+    environment = {**os.environ, **child.environment}
     made = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if made.returncode:
         raise SetupError(made.stderr.strip())
     sys.stderr.write(made.stderr)
-    _, separator, guest = made.stdout.partition("---\n")
-    return separator + guest
+    return made.stdout
 
 
 def share_file(settings: ServeSettings) -> None:
@@ -284,7 +292,7 @@ def night_spec(settings: ServeSettings, port: int, key: str) -> ChildSpec:
         "PARALLM_CONFIG": str(settings.train_config or ""),
         "PARALLM_REDIS": "",
         "PARALLM_REDIS_URL": "",
-        "PARALLM_REDIS_PASSWORD": unquote(RedisUrl.of(settings.redis).password),
+        "PARALLM_REDIS_PASSWORD": unquote(RedisUrl.of(settings.redis).password) if settings.redis else "",
     }
     given = {"DTYPE": settings.dtype, "LORA_RANK": settings.lora_rank, "TEACHER": settings.served_model_name}
     environment |= {f"PARALLM_{name}": str(value) for name, value in given.items() if value}

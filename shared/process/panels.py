@@ -70,7 +70,7 @@ TRAINER: Panels = {
     "the ring": ("connect_key", "redis_password", "over_http", "adapter_keep_n"),
     "modes dpo and distill": (
         "dpo_beta", "feedback_max_age_days", "teacher", "teacher_top_k", "candidate", "suite", "rehearsal",
-        "min_lessons", "lessons_since_ms",
+        "min_lessons", "drafts", "lessons_since_ms",
     ),
     "heads: mode reward, loss ppo": (
         "head", "head_hidden", "head_only", "head_learning_rate",

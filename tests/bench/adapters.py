@@ -16,7 +16,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -205,9 +205,8 @@ def spread(values: list[float]) -> str:
     return f"{min(values):.2f}-{median(values):.2f}-{max(values):.2f}"
 
 
-def overhead(bench: Bench, rows: int) -> None:
-    """Decode steps against the base, and the mixed batch against one adapter after another."""
-    counts = (1, 4, 8)
+def overhead(bench: Bench, rows: int, counts: Sequence[int]) -> None:
+    """Decode steps against the base, and, of several counts, the mixed batch against one adapter after another."""
     bench.step_ms(cycled(rows, 8))
     bench.step_ms(cycled(rows, 0))
     measured = [{count: bench.step_ms(cycled(rows, count)) for count in (0, *counts)} for _ in range(ROUNDS)]
@@ -215,7 +214,7 @@ def overhead(bench: Bench, rows: int) -> None:
     for count in counts:
         ratios = [each[count] / each[0] for each in measured]
         print(f"{rows:4d} rows, {count} adapters / base: {spread(ratios)}   (base {base:.2f} ms a step)", flush=True)
-    if rows >= 8:
+    if rows >= 8 and 8 in counts and len(counts) > 1:
         ratios = []
         for each in measured:
             alone = sum(bench.step_ms([f"a@{version}"] * (rows // 8)) for version in range(1, 9))
@@ -273,19 +272,24 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", default=["small", "medium", "deep"], choices=list(SHAPES))
     parser.add_argument("--rows", type=int, nargs="*", default=[8, 32])
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--counts", type=int, nargs="*", default=[1, 4, 8], help="adapters in a batch")
+    parser.add_argument("--only", choices=("overhead", "loads"))
     args = parser.parse_args()
     is_cpu = mx.default_device() == mx.Device(mx.cpu)
     dtype = "float32" if is_cpu else "bfloat16"
     print(f"{mx.default_device()}, {os.cpu_count()} cores, {dtype}; min-median-max of {ROUNDS}")
     for shape in args.shape:
-        for rank, measure in ((args.rank, overhead), (64 if is_cpu else 16, load_gaps)):
-            if (measure is load_gaps) != (shape == "deep") and is_cpu:
+        for rank, measure in ((args.rank, "overhead"), (64 if is_cpu else 16, "loads")):
+            if args.only not in (None, measure) or (is_cpu and (measure == "loads") != (shape == "deep")):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 bench = Bench(random_model(SHAPES[shape], dtype), Path(folder), rank)
                 print(f"{shape}: rank {rank} on all linears, kernel {bench.slots._adapted.rows.kernel}")
                 for rows in args.rows:
-                    measure(bench, rows)
+                    if measure == "loads":
+                        load_gaps(bench, rows)
+                    else:
+                        overhead(bench, rows, args.counts)
                 bench.slots.close()
 
 

@@ -1,8 +1,9 @@
 """Train steps of groups whose samples continue one prompt: `python -m tests.bench.group_training`.
 
-Three ways to compute the same gradients, in turn in one process, as ratios: *rows* compute their prompt with each
-sample, as models whose layers cannot hand a prompt on do; *copied* compute it once, and each sample copies its keys and
-values; *in place* samples read them where they are. Each line has train tokens a second of CPU time (on a CPU, so that
+Ways to compute the same gradients, in turn in one process, as ratios: *rows* compute their prompt with each sample, as
+models whose layers cannot hand a prompt on do; *copied* compute it once, and each sample copies its keys and values;
+*in place* samples read them where they are; *unfused* is copied with MLX's choice of attention and with logits that are
+computed again for their gradients. Each line has train tokens a second of CPU time (on a CPU, so that
 other processes count little; else of time), the peak of memory, and the utilisation (utilisation.py).
 """
 
@@ -23,6 +24,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_model.kv import padded
 from mlx_model.kv.kinds import can_share
 from tests.bench.adapters import SHAPES, random_model
 from tests.bench.steady_training import random_groups
@@ -30,24 +32,28 @@ from tests.bench.utilisation import StepWork, product_rate
 from trainer.learn import logprobs
 from trainer.learn.batches import pad
 from trainer.learn.logprobs import BatchArrays, TokenScores, head_chunk, row_scores, shared_scores, to_arrays
+from trainer.learn.optimize import padding
 from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy
 
 Scores = Callable[..., TokenScores]
+OTHERS = ("rows", "in place", "unfused")
 CLOSE = 1e-4  # of the largest number of a gradient
 
 
 def measured(policy: Policy, scores: Scores, x: BatchArrays, clock: Callable[[], float]) -> tuple[float, int, Any]:
     """Seconds of one forward and backward pass, its peak of memory beyond what is held, and the gradient."""
 
-    def loss(tree: Any) -> mx.array:
-        return mx.where(x.mask_BT, scores(tree, x).logp_BT * x.advantage_B[:, None], 0.0).sum()
+    def loss(tree: Any) -> tuple[mx.array, mx.array]:
+        found = scores(tree, x)
+        entropy = mx.where(x.mask_BT, mx.stop_gradient(found.entropy_BT), 0.0).sum()
+        return mx.where(x.mask_BT, found.logp_BT * x.advantage_B[:, None], 0.0).sum(), entropy
 
     held = mx.get_active_memory()
     mx.reset_peak_memory()
     began = clock()
-    value, gradient = nn.value_and_grad(policy.model, loss)(policy.model)
-    mx.eval(value, gradient)
+    values, gradient = nn.value_and_grad(policy.model, loss)(policy.model)
+    mx.eval(values, gradient)
     return clock() - began, mx.get_peak_memory() - held, gradient
 
 
@@ -59,7 +65,7 @@ def apart(one: Any, other: Any) -> float:
 
 
 def measure(policy: Policy, ways: dict[str, Scores], work: StepWork, shape: dict[str, Any], args: Any) -> None:
-    x = to_arrays(pad(random_groups(1, work.samples, work.prompt, work.completion, shape["vocab_size"])))
+    x = to_arrays(pad(random_groups(1, work.samples, work.prompt, work.completion, shape["vocab_size"]), padding()))
     clock = time.process_time if mx.default_device() == mx.Device(mx.cpu) else time.perf_counter
     times, peaks, gradients = {name: list[float]() for name in ways}, dict[str, int](), dict[str, Any]()
     for _ in range(args.rounds):
@@ -88,7 +94,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="*", default=[8, 16])
     parser.add_argument("--prompt", type=int, nargs="*", default=[256, 1024, 2048])
     parser.add_argument("--completion", type=int, default=64)
-    parser.add_argument("--ways", nargs="*", choices=("rows", "in place"), default=["rows", "in place"])
+    parser.add_argument("--ways", nargs="*", choices=OTHERS, default=["rows", "in place"])
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device; default: a product is measured")
     parser.add_argument("--rounds", type=int, default=3)
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
@@ -98,10 +104,13 @@ def main() -> None:
     policy = Policy(random_model(shape, args.dtype).model, AdapterShape())
     chunk, form = head_chunk(policy.base), can_share(policy.base, make_prompt_cache(policy.base))
     logprobs.LEAST_SPARED = 0
+    fused = padded.is_right()
+    print(f"fused attention in shapes with gradients: {fused}", flush=True)
     every = {
-        "copied": partial(shared_scores, chunk=chunk),
-        "in place": partial(shared_scores, chunk=chunk, form=form),
-        "rows": partial(row_scores, chunk=chunk),
+        "copied": partial(shared_scores, chunk=chunk, learns="logp", fused=fused),
+        "unfused": partial(shared_scores, chunk=chunk),
+        "in place": partial(shared_scores, chunk=chunk, learns="logp", form=form),
+        "rows": partial(row_scores, chunk=chunk, learns="logp"),
     }
     ways = {name: scores for name, scores in every.items() if name == "copied" or name in args.ways}
     for prompt in args.prompt:

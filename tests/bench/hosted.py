@@ -38,7 +38,8 @@ from tests.bench.steady_training import Training, random_groups
 from tests.bench.utilisation import StepWork, product_rate
 from tests.training.nobody import NoBoard, NoOrders
 from trainer.hosted import FREE_PART, rehearse
-from trainer.learn.compute import EngineHost
+from trainer.learn.batches import SampleGroup
+from trainer.learn.compute import EngineHost, Work
 from trainer.learners.policy import PolicyLearner
 from trainer.ring.board import RingBoard
 from trainer.ring.mailbox import RingMailbox
@@ -56,6 +57,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_0_6B,
     "qwen3-4b": QWEN3_4B,
 }
+
+
+ALONE_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,12 @@ class Options:
     loop_s: float
     microbatch_gb: float
     peak_tflops: float
+    layers: int
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The model's."""
+        return SHAPES[self.shape] | ({"num_hidden_layers": self.layers} if self.layers else {})
 
     def settings(self, folder: Path) -> TrainSettings:
         """The trainer's."""
@@ -227,7 +237,7 @@ def spread(values: list[float]) -> str:
 
 def bench(options: Options, folder: Path) -> dict[str, Any]:
     """All parts."""
-    model = random_qwen3(folder / "model", SHAPES[options.shape], options.dtype)
+    model = random_qwen3(folder / "model", options.sizes, options.dtype)
     config = EngineConfig(
         str(model),
         max_rows=options.streams + options.rollout_rows,
@@ -277,14 +287,19 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     idle = [watch(ring, options.stretch_s, training) for _ in range(options.rounds)]
     result["train_tok_per_s_idle"] = median(s.train_tokens / s.seconds for s in idle)
     result["train_steps_per_minute_idle"] = median(60 * s.train_steps / s.seconds for s in idle)
-    work = StepWork(*sizes_of(options)).operations(SHAPES[options.shape])
+    said(f"idle: {result['train_tok_per_s_idle']:,.0f} train tok/s, microbatches of {training.size.positions}")
+    groups, training.learner, learner = training.groups, None, None  # type: ignore[assignment]
+    result["train_tok_per_s_alone"] = ring.engine.run_between_steps(lambda: train_alone(ring, settings, groups)).result(
+        600
+    )
+    result["idle_over_alone"] = result["train_tok_per_s_idle"] / result["train_tok_per_s_alone"]
+    work = StepWork(*sizes_of(options)).operations(options.sizes)
     peak = 1e12 * options.peak_tflops or ring.call(lambda: product_rate(options.dtype))
     trained = options.groups * options.samples * options.completion
-    for where in ("beside", "idle"):
+    for where in ("beside", "idle", "alone"):
         result[f"mfu_{where}"] = result[f"train_tok_per_s_{where}"] / trained * work / peak
-    mfu = f"{result['mfu_idle']:.3f} of {peak / 1e12:.2f} TFLOP/s"
-    said(f"idle: {result['train_tok_per_s_idle']:,.0f} train tok/s, {mfu}")
-    training.learner = learner = None
+    mfu = f"{result['mfu_alone']:.3f} of {peak / 1e12:.2f} TFLOP/s"
+    said(f"alone: {result['train_tok_per_s_alone']:,.0f} train tok/s, {mfu}")
     if options.loop_s:
         ring.stream(options.streams, options.prompt, options.stream_tokens)
         watch(ring, options.stretch_s / 2)
@@ -292,6 +307,20 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
         ring.end_streams()
     assert ring.engine.stop(60)
     return result
+
+
+def train_alone(ring: LocalRing, settings: TrainSettings, groups: list[SampleGroup]) -> Work[float]:
+    """Train tokens a second of a trainer that has the device for itself: microbatches have no bound on their time."""
+    options = replace(settings.optimize_options(), microbatch_s=0.0, microbatch_bytes=0)
+    learner = PolicyLearner(ring.loaded.model, settings.adapter_shape(), options, settings.limits(), seed=0)
+    times = []
+    for step in range(1 + ALONE_STEPS):  # the first one compiles
+        began = time.perf_counter()
+        for _ in learner.train(groups, step, step, [(1, 2, 3)]):
+            pass
+        times.append(time.perf_counter() - began)
+    yield
+    return sum(len(sample.mask) for group in groups for sample in group.samples) / median(times[1:])
 
 
 def sizes_of(options: Options) -> tuple[int, int, int, int]:
@@ -360,7 +389,8 @@ def report(r: dict[str, Any]) -> None:
     )
     print(f", {r['train_steps_per_minute_beside']:.1f} train steps a minute")
     print(f"  idle worker   {rates['train_tok_per_s_idle']} tok/s, {r['train_steps_per_minute_idle']:.1f} a minute")
-    print(f"  utilisation   {r['mfu_idle']:.3f} on an idle worker, {r['mfu_beside']:.3f} beside streams")
+    print(f"  alone         {rates['train_tok_per_s_alone']} tok/s; idle over alone {r['idle_over_alone']:.2f}")
+    print(f"  utilisation   {r['mfu_alone']:.3f} alone, {r['mfu_idle']:.3f} idle, {r['mfu_beside']:.3f} beside streams")
     print(f"unit            {r['unit_ms_beside']:.0f} ms, microbatches of {r['microbatch_positions']} positions")
     for name in ("alone", "training"):
         gaps = " ".join(f"{key[4:-3]} {value:.1f}" for key, value in r[f"gaps_{name}"].items())
@@ -393,6 +423,7 @@ def main() -> None:
     parser.add_argument("--pause-ms", type=float, default=50.0, help="aim for one microbatch")
     parser.add_argument("--microbatch-gb", type=float, default=0.0, help="default: as a worker's")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device; default: a product is measured")
+    parser.add_argument("--layers", type=int, default=0, help="0: as the shape has")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stretch-s", type=float, default=4.0)
     parser.add_argument("--loop-s", type=float, default=15.0, help="0: leave the loop out")

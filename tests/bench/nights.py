@@ -1,106 +1,188 @@
-"""Nights with a simulated user: what corrections alone teach, what is forgotten, and what the gate keeps out.
+"""Nights with simulated users: what corrections alone teach, what is forgotten, and what the gate keeps out.
 
     python -m tests.bench.nights --seeds 0 1 2
+    python -m tests.bench.nights --seeds 0 1 2 --model FOLDER        # a real model, such as SmolLM2-135M-Instruct
 
-Each seed has a ring of its own. By day the user talks (tests/training/simulated_user.py), at night a run learns from it
-with the settings of `trainer/recipes/night.yaml`, but for those given here; its candidate is promoted if the gate has
-passed one. Satisfaction is measured on greetings that were never said, sums on ones that were never asked. With
-`--poisoner` one more user talks by day, with verdicts on sums the wrong way round.
+Each seed has a user and a policy of its own on one ring. By day the user talks (tests/training/simulated_user.py), at
+night a run learns from it with the settings of `trainer/recipes/night.yaml`, but for those given here; its candidate is
+promoted if the gate has passed one. Satisfaction is measured on questions that were never asked. With `--poisoner` one
+more user talks by day, with verdicts on tasks the wrong way round. Figures go to `nights.json` in --out as they come.
 """
 
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
+import numpy as np
+import yaml
+from safetensors.numpy import save
 
-from tests.e2e.rings import Process, Ring, ring
-from tests.training.simulated_user import SimulatedUser, Sum, sums
+from shared.process.model_aliases import short_name
+from tests.e2e.rings import ROOT, Process, Ring, ring
+from tests.training.simulated_user import SimulatedUser
+from tests.training.wishes import Brief, Greeting, Task, Wish
 from tests.waiting import HANG_S
 from trainer.night.morning import report_of
 from trainer.night.school import begin
 from trainer.settings import TrainSettings
 
-MAX_TOKENS = 16
+TINY = Path("models/tiny")
+RECIPE = yaml.safe_load((ROOT / "trainer" / "recipes" / "night.yaml").read_text())
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--nights", type=int, default=6)
-    parser.add_argument("--sessions", type=int, default=80)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
-    parser.add_argument("--rehearse", type=int, default=120, help="sums whose replies are rehearsed; 0: none")
-    parser.add_argument("--measured-sums", type=int, default=100)
-    parser.add_argument("--poisoner", action="store_true")
-    options = parser.parse_args(argv)
-    print("| seed | night | satisfied by day | satisfied, held out | sums right | suite | KL | outcome |")
-    print("|---|---|---|---|---|---|---|---|")
-    for seed in options.seeds:
-        with tempfile.TemporaryDirectory() as root, ring(Path(root, "data"), "--feedback-ttl-days", "1") as served:
-            asyncio.run(_nights(served, Path(root), seed, options))
+class Night(msgspec.Struct):
+    """One seed's figures after a night; night 0: before the first one."""
+
+    seed: int
+    night: int
+    satisfied: float  # share of replies to questions that were never asked
+    right: float  # share of tasks, greedy
+    by_day: float | None = None  # the day before
+    suite_before: float | None = None
+    suite_after: float | None = None
+    base_kl: float | None = None
+    outcome: str = ""
+    why: str = ""
+    checks: dict[int, bool] = {}  # version -> whether the gate has passed it
+    learned_from: dict[str, int] = {}
+    seconds: float = 0.0
+    samples: list[tuple[str, str, str]] = []  # prompt's end, reply before, reply after
+
+    def __str__(self) -> str:
+        said = [self.seed, self.night or "before", _shown(self.by_day), _shown(self.satisfied), _shown(self.right)]
+        suite = f"{_shown(self.suite_before)} to {_shown(self.suite_after)}" if self.outcome else ""
+        said += [suite, _shown(self.base_kl), f"{self.outcome} {self.why}".strip(), f"{self.seconds:.0f}"]
+        return "| " + " | ".join(map(str, said)) + " |"
 
 
-async def _nights(served: Ring, root: Path, seed: int, options: argparse.Namespace) -> None:
-    asked = sums(options.measured_sums, 1_000 + seed)
-    _write(root / "suite.jsonl", sums(100, 2_000 + seed))
-    _write(root / "rehearsal.jsonl", sums(options.rehearse, 3_000 + seed))
-    model, latest, since_ms = "tiny", 0, 0
-    for night in range(1, options.nights + 1):
-        async with SimulatedUser(served.url, model=model, seed=100 * seed + night) as user:
-            if night == 1:
-                print(f"| {seed} | before | | {await _measured(user, model, asked)} | | | |", flush=True)
-            by_day = await user.talk(options.sessions)
-        if options.poisoner:
-            poisoner = SimulatedUser(served.url, word="winter", model=model, seed=100 * seed + night, poisons=True)
+class Course:
+    """One seed: its user, its policy, its nights."""
+
+    def __init__(self, served: Ring, root: Path, seed: int, options: argparse.Namespace, results: list[Night]) -> None:
+        self._served, self._root, self._seed, self._options, self._results = served, root, seed, options, results
+        self._wish: Wish = Greeting() if options.model == TINY else Brief()
+        self._policy, self._base = f"night-{seed}", short_name(str(options.model))
+        self._measured = self._wish.tasks(options.measured_tasks, 1_000 + seed, held_out=True)
+
+    async def run(self, ends_at: float) -> None:
+        """All nights that can end before a time of the monotonic clock."""
+        options, wish = self._options, self._wish
+        folder = self._root / self._policy
+        folder.mkdir()
+        _write(folder / "suite.jsonl", wish.tasks(options.suite_tasks, 2_000 + self._seed, held_out=True))
+        _write(folder / "rehearsal.jsonl", wish.tasks(options.rehearse, 3_000 + self._seed))
+        latest, since_ms, longest_s = await asyncio.to_thread(self._publish_base), 0, 0.0
+        await self._note(Night(self._seed, 0, *await self._figures(latest)))
+        for night in range(1, options.nights + 1):
+            began = time.monotonic()
+            if began + longest_s > ends_at:
+                print(f"seed {self._seed}: no time for night {night}", flush=True)
+                return
+            by_day = await self._day(night, latest)
+            settings = self._settings(night, latest, since_ms)
+            begun = begin(settings.folder, latest if latest > 1 else 0)
+            await self._learn(settings, ends_at)
+            report = report_of(settings, begun, None)
+            if report.outcome == "unfinished":
+                print(f"seed {self._seed}: night {night} has not ended in time", flush=True)
+                return
+            if report.version:
+                await asyncio.to_thread(self._promote, report.version)
+                latest, since_ms = report.version, begun.began_ms
+            figures = await self._figures(latest)
+            longest_s = max(longest_s, time.monotonic() - began)
+            counts = {name: getattr(report, name) for name in ("corrected", "content", "rows", "rehearsed")}
+            samples = [(each.prompt[-200:], each.before[:200], each.after[:200]) for each in report.samples]
+            await self._note(
+                Night(
+                    self._seed, night, *figures, by_day, report.suite_before, report.suite_after, report.base_kl,
+                    report.outcome, report.why, _judged(settings.folder), counts, time.monotonic() - began, samples,
+                )
+            )  # fmt: skip
+
+    async def _note(self, night: Night) -> None:
+        self._results.append(night)
+        print(night, flush=True)
+        for prompt, before, after in night.samples[:2]:
+            print(f"    {prompt!r}: {before!r} -> {after!r}", flush=True)
+        file = self._options.out / "nights.json"
+        await asyncio.to_thread(file.write_bytes, msgspec.json.format(msgspec.json.encode(self._results)) + b"\n")
+
+    async def _day(self, night: int, latest: int) -> float:
+        model, seed, sessions = f"{self._policy}@{latest}", 100 * self._seed + night, self._options.sessions
+        async with SimulatedUser(self._served.url, wish=self._wish, model=model, seed=seed) as user:
+            by_day = await user.talk(sessions)
+        if self._options.poisoner:
+            poisoner = SimulatedUser(self._served.url, wish=self._wish, model=model, seed=seed, poisons=True)
             async with poisoner as one:
-                await one.talk(options.sessions, sum_share=0.9)
-        settings = _settings(served, root, f"night-{seed}-{night}", latest, since_ms, options)
-        begun = begin(settings.folder, latest)
+                await one.talk(sessions, task_share=0.9)
+        return by_day
+
+    async def _figures(self, latest: int) -> tuple[float, float]:
+        model = f"{self._policy}@{latest}"
+        async with SimulatedUser(self._served.url, wish=self._wish, model=model) as user:
+            return await user.satisfaction(model, self._options.samples), await user.right(model, self._measured)
+
+    async def _learn(self, settings: TrainSettings, ends_at: float) -> None:
+        log = self._options.out / f"{self._policy}.log"
         trainer = Process.start("trainer.__main__", *_flags(settings))
-        await asyncio.to_thread(trainer.wait)
-        trainer.stop()
-        report = report_of(settings, begun, None)
-        if report.version:
-            await asyncio.to_thread(_promote, served, report.version)
-            model, latest, since_ms = f"policy@{report.version}", report.version, begun.began_ms
-        async with SimulatedUser(served.url, model=model) as user:
-            measured = await _measured(user, model, asked)
-        suite = f"{report.suite_before or 0:.2f} to {report.suite_after or 0:.2f}"
-        kl, said = report.base_kl or 0.0, f"{report.outcome} {report.why or report.version}"
-        print(f"| {seed} | {night} | {by_day:.2f} | {measured} | {suite} | {kl:.2f} | {said} |", flush=True)
-        if report.outcome not in ("proposed", "rejected"):
-            raise SystemExit(trainer.output[-4000:])
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(trainer.popen.wait), max(1.0, ends_at - time.monotonic()))
+        finally:
+            code = await asyncio.to_thread(trainer.stop)
+            with log.open("a") as file:
+                file.write(trainer.output)
+        if code:
+            print(f"seed {self._seed}: the run ended with {code}\n{trainer.output[-3000:]}", flush=True)
 
+    def _publish_base(self) -> int:
+        """An adapter that changes nothing, under the policy's name: what the user asks before the first night."""
+        hidden = json.loads((self._options.model / "config.json").read_text())["hidden_size"]
+        module = "model.layers.0.mlp.gate_proj"
+        width = json.loads((self._options.model / "config.json").read_text())["intermediate_size"]
+        tensors = {
+            f"{module}.lora_a": np.zeros((hidden, 1), np.float32),
+            f"{module}.lora_b": np.zeros((1, width), np.float32),
+        }
+        config = {"fine_tune_type": "lora", "lora_parameters": {"rank": 1, "scale": 1.0, "dropout": 0.0}}
+        files = {
+            "adapter": ("adapters.safetensors", save(tensors)),
+            "config": ("adapter_config.json", json.dumps(config).encode()),
+        }
+        url = f"{self._served.url}/upload_adapter"
+        answer = httpx.post(url, data={"name": self._policy}, files=files, timeout=HANG_S).raise_for_status()
+        return int(answer.json()["policy_version"])
 
-def _promote(served: Ring, version: int) -> None:
-    url = f"{served.url}/v1/adapters/policy/promote"
-    httpx.post(url, json={"version": version}, timeout=HANG_S).raise_for_status()
+    def _promote(self, version: int) -> None:
+        url = f"{self._served.url}/v1/adapters/{self._policy}/promote"
+        httpx.post(url, json={"version": version}, timeout=HANG_S).raise_for_status()
 
-
-async def _measured(user: SimulatedUser, model: str, asked: Sequence[Sum]) -> str:
-    return f"{await user.satisfaction(model):.2f} | {await user.right_sums(model, asked):.2f}"
-
-
-def _settings(
-    served: Ring, root: Path, run: str, latest: int, since_ms: int, options: argparse.Namespace
-) -> TrainSettings:
-    steps, start = options.steps, f"policy@{latest}" if latest else ""
-    given = {
-        "connect_to": served.url, "model": "models/tiny", "mode": "distill", "dataset": Path("sessions:policy"),
-        "teacher": start or "tiny", "candidate": True, "suite": root / "suite.jsonl", "max_tokens": MAX_TOKENS,
-        "reward_margin": 0.05, "max_base_kl": 1.0, "steps": steps, "evaluate_every": steps, "checkpoint_every": 20,
-        "prompts_per_step": 16, "learning_rate": options.learning_rate, "warmup_steps": 5, "schedule": "linear",
-        "lessons_since_ms": since_ms, "run_dir": root / "runs",
-        "run": run, "start_from": start,
-    }  # fmt: skip
-    if options.rehearse:
-        given["rehearsal"] = root / "rehearsal.jsonl"
-    return TrainSettings.model_construct(**(TrainSettings().model_dump() | given))
+    def _settings(self, night: int, latest: int, since_ms: int) -> TrainSettings:
+        options, folder = self._options, self._root / self._policy
+        start = f"{self._policy}@{latest}" if latest > 1 else ""
+        given = {
+            **RECIPE, "connect_to": self._served.url, "model": str(options.model), "dtype": options.dtype,
+            "adapter": self._policy, "dataset": Path(f"sessions:{self._policy}"), "teacher": start or self._base,
+            "start_from": start, "suite": folder / "suite.jsonl", "reward": "regex", "drafts": options.drafts,
+            "max_tokens": self._wish.max_tokens, "steps": options.steps, "evaluate_every": options.evaluate_every,
+            "checkpoint_every": 20, "prompts_per_step": options.prompts_per_step, "schedule": "linear",
+            "learning_rate": options.learning_rate, "lessons_since_ms": since_ms, "min_lessons": 2, "seed": self._seed,
+            "run_dir": folder, "run": f"{self._policy}-{night}",
+        }  # fmt: skip
+        given["warmup_steps"] = min(RECIPE["warmup_steps"], options.steps // 4)
+        if options.rehearse:
+            given["rehearsal"] = folder / "rehearsal.jsonl"
+        return TrainSettings.model_construct(**(TrainSettings().model_dump() | given))
 
 
 def _flags(settings: TrainSettings) -> list[str]:
@@ -113,10 +195,69 @@ def _flags(settings: TrainSettings) -> list[str]:
     return flags
 
 
-def _write(file: Path, lines: Sequence[Sum]) -> None:
-    tasks = ({"prompt": [{"role": "user", "content": each.question}], "reference": each.answer} for each in lines)
-    file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
+def _judged(folder: Path) -> dict[int, bool]:
+    found = {int(path.name): True for path in (folder / "versions").glob("[0-9]*")}
+    return found | {int(path.name): False for path in (folder / "rejected").glob("[0-9]*")}
+
+
+def _write(file: Path, tasks: Sequence[Task]) -> None:
+    lines = ({"prompt": [{"role": "user", "content": each.question}], "reference": each.pattern} for each in tasks)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _shown(figure: float | None) -> str:
+    return "" if figure is None else f"{figure:.2f}"
+
+
+async def nights(served: Ring, root: Path, options: argparse.Namespace) -> list[Any]:
+    """All seeds at the same time; the errors of those that broke."""
+    results: list[Night] = []
+    ends_at = time.monotonic() + 60 * options.minutes
+    courses = (Course(served, root, seed, options, results).run(ends_at) for seed in options.seeds)
+    ended = await asyncio.gather(*courses, return_exceptions=True)
+    return [each for each in ended if each is not None]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """1 if a seed broke."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=TINY)
+    parser.add_argument("--dtype", default="", help="of the base, in workers and trainers; default: the model's")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--nights", type=int, default=3)
+    parser.add_argument("--sessions", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--evaluate-every", type=int, default=20, help="steps between two checks of the gate")
+    parser.add_argument("--prompts-per-step", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--rehearse", type=int, default=120, help="tasks whose replies are rehearsed; 0: none")
+    parser.add_argument("--suite-tasks", type=int, default=100)
+    parser.add_argument("--measured-tasks", type=int, default=100)
+    parser.add_argument("--samples", type=int, default=3, help="replies to each question that is held out")
+    parser.add_argument("--poisoner", action="store_true")
+    parser.add_argument("--minutes", type=float, default=120, help="no night goes on after so many")
+    parser.add_argument("--serve", default="", help="further flags for mlx_parallm_serve")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    slots = ["--adapter-slots", str(4 * len(options.seeds))]
+    flags = [*slots, "--feedback-ttl-days", "1", *(["--dtype", options.dtype] if options.dtype else [])]
+    with tempfile.TemporaryDirectory(prefix="parallm-nights-") as given:
+        root = Path(given)
+        began = time.monotonic()
+        with ring(root / "data", *flags, *options.serve.split(), model=options.model) as served:
+            print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
+            print("| seed | night | satisfied by day | held out | tasks right | suite | KL | outcome | seconds |")
+            print("|---|---|---|---|---|---|---|---|---|", flush=True)
+            try:
+                broken = asyncio.run(nights(served, root, options))
+            finally:
+                (options.out / "server.log").write_text(served.server.output)
+    for error in broken:
+        print(f"broken: {error!r}", flush=True)
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

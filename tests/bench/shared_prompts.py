@@ -180,9 +180,9 @@ def time_of_work() -> float:
 def measure_system(
     loaded: LoadedModel, groups: int, each: int, system: int, own: int, answer: int, rounds: int
 ) -> None:
-    """Groups of `each` samples, of `system` + `own` ids, where one system prompt fits beside one on its way."""
+    """Groups of `each` samples, of `system` + `own` ids, where one system prompt fits beside what rows have."""
     token = loaded.card.kv_bytes_per_token
-    limit = token * (2 * (system + own) + groups * own + groups * each * (answer + 1))
+    limit = token * (system + own + groups * own + groups * each * (answer + 1))
     most: dict[str, list[int]] = {"each": [], "once": []}
     held: dict[str, list[int]] = {"each": [], "once": []}
     seconds: dict[str, list[float]] = {"each": [], "once": []}
@@ -241,6 +241,7 @@ def main() -> None:
     """Memory, then steps, a job, and groups with one system prompt."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="medium")
+    parser.add_argument("--layers", type=int, default=0, help="of steps, job and system; 0: as the shape has")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--context", type=int, action="append", help="default: 2048")
     parser.add_argument("--job", type=int, nargs=4, default=(4, 512, 32, 12), help="prompts, their ids, tokens, copies")
@@ -254,12 +255,13 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="of the steps; off comes first")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of a round")
-    parser.add_argument("--only", choices=("memory", "steps", "job", "system"))
+    parser.add_argument("--only", choices=("memory", "steps", "job", "system", "system-steps"))
     parser.add_argument("--dtype", default="float32" if on_cpu() else "bfloat16")
     args = parser.parse_args()
     if args.only in (None, "memory"):
         measure_memory(model_of(SHAPES[args.shape] | {"num_hidden_layers": 2}, args.dtype))
-    loaded = model_of(SHAPES[args.shape], args.dtype)
+    layers = {"num_hidden_layers": args.layers} if args.layers else {}
+    loaded = model_of(SHAPES[args.shape] | layers, args.dtype)
     if args.only in (None, "steps"):
         for context in args.context or (2048,):
             measure_steps(loaded, args.forms, args.rows, context, args.rounds, args.steps)
@@ -267,6 +269,7 @@ def main() -> None:
         measure_job(loaded, *args.job, args.rounds)
     if args.only in (None, "system"):
         measure_system(loaded, *args.system, args.rounds)
+    if args.only in (None, "system", "system-steps"):
         measure_system_steps(loaded, *args.system[:-1], args.rounds, args.steps)
 
 

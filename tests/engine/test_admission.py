@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 
 from mlx_model.device import on_cpu
 from mlx_model.loader import LoadedModel
+from mlx_model.memory import watched_memory
 from shared.errors import (
     ContextLengthExceededError,
     EmptyPromptError,
@@ -18,6 +20,7 @@ from shared.errors import (
     UnknownAdapterError,
 )
 from shared.frames import TokenEvent
+from shared.machine.memory import GpuMemory
 from shared.sequences import SamplingParams, SequenceSpec
 from tests.engine.conftest import Bench, SpiedModel, prompt_of, spec
 
@@ -90,6 +93,11 @@ def test_memory_that_mlx_keeps_for_later_is_bounded(llama: LoadedModel, monkeypa
     for kv_limit in (64 << 30, 1 << 20):
         Bench(replace(llama, kv_limit_bytes=kv_limit))
     assert limits[1:] == [16 << 30, 256 << 20]
+    Bench(replace(llama, kv_limit_bytes=64 << 30))
+    for available, kept in ((100 << 30, 16 << 30), (40 << 30, 10 << 30), (1 << 20, 256 << 20)):
+        monkeypatch.setattr("mlx_model.memory.gpu_memory", partial(GpuMemory, 141 << 30, available))
+        watched_memory()
+        assert limits[-1] == kept, "other processes take from the GPU what MLX must not keep then"
 
 
 def test_a_cancelled_row_is_gone_before_the_next_token(bench: Bench) -> None:
@@ -201,6 +209,24 @@ def test_an_engine_that_keeps_failing_gives_up(bench: Bench) -> None:
         for index in range(3):
             bench.submit(spec(f"s{index}", [1, 2, 3]))
             bench.run()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "cudaMallocAsync(&data, size, stream) failed: out of memory",
+        "[METAL] Command buffer execution failed: Caused GPU Timeout Error",
+    ],
+)
+def test_an_engine_whose_gpu_gives_out_ends_no_row_and_computes_nothing_more(bench: Bench, error: str) -> None:
+    spy = SpiedModel.inside(bench)
+    bench.submit(spec("s", [1, 2, 3]))
+    bench.until(lambda: len(bench.tokens("s")) == 2)
+    spy.error, spy.fails = error, lambda tokens_BL: True
+    with pytest.raises(RuntimeError, match="failed"):
+        bench.run()
+    assert len(bench.tokens("s")) == 2
+    assert bench.events["s"][-1].finish is None
 
 
 def test_interactive_sequences_wait_before_batch_ones(llama: LoadedModel) -> None:

@@ -73,3 +73,14 @@ def test_a_server_without_workers_reads_no_model(capsys: pytest.CaptureFixture[s
         serve(["--workers", "0", "--model", "./none", "--adapter-cache-dir", "mine", "--dry-run"])
     printed = yaml.safe_load(capsys.readouterr().out)
     assert not ended.value.code and (printed["workers"], printed["adapter_cache_dir"]) == (0, "mine")
+
+
+def test_a_server_refuses_what_its_nights_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    night = tmp_path / "night.yaml"
+    flags = ["--workers", "0", "--learn-when", "idle", "--train-config", str(night), "--dry-run"]
+    night.write_text("candidate: true\nsteps: 3\nwarmup_steps: 5\nschedule: linear\n")
+    assert serve(flags) == 2 and "bad settings" in capsys.readouterr().err
+    night.write_text("steps: 30\nrehearsal: prompts.jsonl\ndrafts: 4\n")
+    with pytest.raises(SystemExit) as ended:
+        serve(flags)
+    assert not ended.value.code

@@ -14,12 +14,13 @@ from trainer.learn.adam import AdamSteps, StepSizes
 from trainer.learn.batches import Sample, SampleGroup, pad
 from trainer.learn.compute import at_once
 from trainer.learn.gate import GateLimits
-from trainer.learn.logprobs import PromptKeys, shared_scores, to_arrays
+from trainer.learn.logprobs import shared_scores, to_arrays
 from trainer.learn.losses import LOSSES
 from trainer.learn.measures import measure_probe_kl
 from trainer.learn.optimize import Optimizer
 from trainer.learn.options import AdapterShape, LossName, LossOptions, OptimizeOptions, RatioBase, Schedule
 from trainer.learn.policy import Policy
+from trainer.learn.prompt_kv import PromptKeys
 from trainer.learn.steps import StepReport
 from trainer.learners.policy import PolicyLearner, Trained
 from trainer.state import Arrays, GradientMeans

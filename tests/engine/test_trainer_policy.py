@@ -11,6 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
 
+from mlx_model import learning
+from mlx_model.learning import LearningLoRA
 from mlx_model.loader import LoadedModel
 from mlx_model.lora.layers import SiteWeights
 from mlx_model.lora.stacks import AdaptedModel
@@ -172,12 +174,34 @@ def test_a_shared_prompt_gives_the_numbers_and_gradients_of_whole_rows(
         assert mx.allclose(value, gradients[1][name], rtol=1e-3, atol=1e-3), name
 
 
+def test_lora_in_bfloat16_is_that_of_fp32_but_for_its_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU rounds parameters for its products; their gradients stay fp32."""
+    linear = nn.Linear(64, 96, bias=False)
+    linear.weight = linear.weight.astype(mx.bfloat16)
+    layer = LearningLoRA.from_base(linear, r=8, scale=2.0)
+    layer.freeze()
+    layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
+    layer.lora_b = mx.random.normal((8, 96), key=mx.random.key(1)) * 0.1
+    x = mx.random.normal((2, 5, 64), key=mx.random.key(2)).astype(mx.bfloat16)
+    found = []
+    for cpu in (True, False):
+        monkeypatch.setattr(learning, "on_cpu", lambda cpu=cpu: cpu)
+        y, gradient = nn.value_and_grad(layer, lambda tree: mx.square(tree(x).astype(mx.float32)).sum())(layer)
+        found.append({"y": y, **dict(tree_flatten(gradient))})
+    assert found[0].keys() == {"y", "lora_a", "lora_b"}
+    for name, wanted in found[0].items():
+        assert found[1][name].dtype == wanted.dtype == mx.float32
+        assert 0 < mx.max(mx.abs(found[1][name] - wanted)).item() <= 0.02 * mx.max(mx.abs(wanted)).item(), name
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*WINDOWED, *RECURRENT, "deepseek_v3", "qwen3"])
 def test_layers_of_every_kind_hand_their_prompt_on_with_its_gradients(
     name: str, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A window, too, that most of a prompt lies before; keys and values are copied, then read where they are."""
+    """A window, too, that most of a prompt lies before; keys and values are copied, then read where they are, then in
+    the shapes of CUDA's fused attention.
+    """
     policy = Policy(small(name, llama).model, AdapterShape())
     policy.load(moved(policy))
     x = to_arrays(microbatch(longest=3 * WINDOW))
@@ -192,9 +216,10 @@ def test_layers_of_every_kind_hand_their_prompt_on_with_its_gradients(
         return value.item(), dict(tree_flatten(arrays))
 
     value, expected = gradient(row_scores)
-    for least in (1 << 40, 0):
+    fused = partial(shared_scores, fused=shared.keywords["form"] == "keys", chunk=5, learns="logp")
+    for scores, least in ((shared, 1 << 40), (shared, 0), (fused, 1 << 40)):
         monkeypatch.setattr(logprobs, "LEAST_SPARED", least)
-        ours, found = gradient(shared)
+        ours, found = gradient(scores)
         assert ours == pytest.approx(value, rel=1e-5)
         close = 1e-4 if name in RECURRENT else 1e-5
         for path, array in expected.items():

@@ -21,9 +21,10 @@ from shared.training import AlertKind
 from shared.trajectories import Trajectory
 from trainer.learn.batches import Sample, SampleGroup, pad
 from trainer.learn.compute import ComputeHost, Work
-from trainer.learn.logprobs import PromptKeys, to_arrays
+from trainer.learn.logprobs import to_arrays
 from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy
+from trainer.learn.prompt_kv import PromptKeys
 from trainer.ring.ring import Candidate, Stored
 from trainer.rollouts.groups import RolloutRequest
 from trainer.state import Arrays

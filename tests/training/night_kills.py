@@ -19,7 +19,8 @@ from pathlib import Path
 import httpx
 
 from tests.e2e.rings import Process, Ring, ring
-from tests.training.simulated_user import SimulatedUser, sums
+from tests.training.simulated_user import SimulatedUser
+from tests.training.wishes import Greeting
 from tests.waiting import HANG_S
 from trainer.versions.checkpoint import CheckpointStore
 from trainer.versions.run_folder import interruptions
@@ -52,7 +53,7 @@ def compare(root: Path, wanted: int, steps: int, seed: int) -> int:
     with ring(root / "data", "--feedback-ttl-days", "1") as served:
         asyncio.run(_talk(served))
         suite = root / "suite.jsonl"
-        lines = ({"prompt": each.question, "reference": each.answer} for each in sums(4, 1))
+        lines = ({"prompt": each.question, "reference": each.answer} for each in Greeting().tasks(4, 1))
         suite.write_text("".join(json.dumps(line) + "\n" for line in lines))
         whole, pieces = (root / "runs" / name for name in ("whole", "pieces"))
         began = time.monotonic()

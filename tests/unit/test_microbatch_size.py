@@ -136,6 +136,15 @@ def test_no_size_is_tried_that_memory_has_no_room_for() -> None:
     assert max(asked) * 3000 <= 4_000_000 < 4 * max(asked) * 3000, "used as far as it goes"
 
 
+def test_on_an_idle_device_they_take_more_memory_until_a_row_comes() -> None:
+    size = MicrobatchSize(65_536, 0.05, bound_bytes=4_000_000, expected_bytes=1000)
+    for _ in range(100):
+        size.took(size.positions, size.positions, size.positions, 1e-4, nbytes=3000 * size.positions, waited_s=0.0)
+    assert 4_000_000 < 3000 * size.positions <= 16_000_000
+    size.took(size.positions, size.positions, size.positions, 1e-4, nbytes=3000 * size.positions, waited_s=1.0)
+    assert 3000 * size.positions <= 4_000_000
+
+
 def test_the_first_one_keeps_the_bound_on_memory_by_what_is_expected() -> None:
     assert MicrobatchSize(8192, 0.05, bound_bytes=1_000_000, expected_bytes=10_000).positions == 80
 

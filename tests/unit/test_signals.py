@@ -23,7 +23,7 @@ from shared.signals import (
 )
 from tests.unit.api_texts import EOS, codec, ids
 from trainer.learners.distilling import ScoredRow
-from trainer.runs.distillation.hindsight import SessionTurn, is_held_out, lesson_of
+from trainer.runs.distillation.hindsight import SessionTurn, is_held_out, lesson_of, likelier
 from trainer.settings import TrainSettings
 
 SURE = {"accept": {"accept": 1.0}, "correction": {"correction": 1.0}}
@@ -96,11 +96,17 @@ def test_an_edited_reply_and_one_that_was_liked_are_lessons_as_they_are() -> Non
     assert kind == "edited" and lesson is not None and lesson.reply_ids == (*ids("seven"), EOS)
     assert "Reply exactly: seven" in codec().decode(lesson.teacher_ids)
     kind, lesson = lesson_of("s", turn(0.9), codec())
-    assert kind == "content" and lesson is not None and lesson.is_content
+    assert kind == "content" and lesson is not None and lesson.as_it_stands
     row = ScoredRow.as_said("t@1", lesson.prompt_ids, lesson.reply_ids, 20)
     assert [dict(zip(*place, strict=True)) for place in zip(row.top_ids, row.top_logprobs, strict=True)] == [
         {token: 0.0} for token in lesson.reply_ids
     ], "its own tokens and no others"
+
+
+def test_of_several_drafts_the_one_that_the_correction_adds_most_to_is_learned() -> None:
+    assert likelier([(1,), (2, 2), (3,)], [0.5, 9.0, 3.0]) == (2, 2)
+    assert likelier([(1,), (2,)], [1.9, -4.0]) is None, "the teacher has not followed it"
+    assert likelier([], []) is None
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 Read in this order: `optimize.py` (one train step, also in parts; `steps.py` says what one is), `adam.py` (one update,
 of all learners), `losses.py` (the losses by name; `ppo_losses.py`, `divergence.py`), `logprobs.py`
-(log-probabilities with gradients) and `drawing.py` (the sampler's filters), `policy.py` (LoRA layers over the base's
-arrays, and heads), `ppo_network.py` (a network with gradients).
+(log-probabilities with gradients), `prompt_kv.py` (keys and values of prompts there) and `drawing.py` (the sampler's
+filters), `policy.py` (LoRA layers over the base's arrays, and heads), `ppo_network.py` (a network with gradients).
 
 Before that, in plain numpy: `batches.py` (groups to advantages and padded arrays), `advantages.py` (those of PPO).
 Besides: `compute.py` (the thread that computes), `gate.py` (bounds and checks of a version), `measures.py` (distances

@@ -242,16 +242,18 @@ class Padding(NamedTuple):
     prompt: int = 8  # widths are multiples of these
     completion: int = 4
     rows: bool = False  # numbers of prompts and of rows, too, are rounded up, by less than a quarter
+    last: int = 0  # 1: a completion has one position more, which is not fed
 
 
 PADDING = Padding()
 
 
 def pad(groups: Sequence[SampleGroup], padding: Padding = PADDING) -> Microbatch:
-    """Arrays of one microbatch. Rows that fill it up continue its first prompt, and nothing of them is in the loss."""
+    """Arrays of one microbatch. Rows that fill it up continue its last prompt, and nothing of them is in the loss."""
     rows = [(index, sample) for index, group in enumerate(groups) for sample in group.samples]
     prompt_width = _round_up(max(len(group.prompt_ids) for group in groups), padding.prompt)
-    width = _round_up(max(len(sample.completion_ids) for _, sample in rows), padding.completion)
+    longest = max(len(sample.completion_ids) for _, sample in rows)
+    width = _round_up(longest - padding.last, padding.completion) + padding.last
     prompts = _round_up_count(len(groups)) if padding.rows else len(groups)
     more = _round_up_count(len(rows)) - len(rows) if padding.rows else 0
     shape = (len(rows) + more, width)
@@ -280,7 +282,7 @@ def pad(groups: Sequence[SampleGroup], padding: Padding = PADDING) -> Microbatch
     return Microbatch(
         prompt_PS=prompt_PS,
         padding_P=padding_P,
-        prompt_of_B=np.array([*(index for index, _ in rows), *[0] * more], np.int32),
+        prompt_of_B=np.array([*(index for index, _ in rows), *[len(groups) - 1] * more], np.int32),
         completion_BT=completion_BT,
         mask_BT=mask_BT,
         sampler_BT=sampler_BT,

@@ -110,7 +110,7 @@ def at_most(name: str, value: float, limit: float) -> GateCheck:
     `base_kl`: from what the run began with, however small the steps are · `best_kl`: from the best version that was
     judged · `reload_parity`: of what a worker that has loaded the version computes.
     """
-    return GateCheck(name, math.isfinite(value) and value <= limit, f"{value:.4g}, bound {limit:.4g}")
+    return GateCheck(name, math.isfinite(value) and value <= limit, f"{value:.4g}, bound {limit:.4g}", value)
 
 
 def reward_floor(reward: float, good: float | None, margin: float) -> GateCheck:

@@ -9,20 +9,21 @@ positions only. Prompts share a forward, padded on the left, but where a layer w
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_model.kv.kinds import leaves, mapped
-from mlx_model.kv.shared import Form, Groups, Pair, SharedRead, read_of, with_queries
+from mlx_model.kv.padded import Masks
+from mlx_model.kv.shared import Form, Groups
 from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
 from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
 from trainer.learn.picture_places import Laid, Shown, behind, looking, shown
+from trainer.learn.prompt_kv import PromptKeys
 from trainer.learn.routes import Routes, of_prompts, of_rest, of_rows, replay_of, replaying
 from trainer.rollouts.sight import Sight
 
@@ -41,6 +42,7 @@ class TokenScores(NamedTuple):
     values_BT: mx.array | None = None  # of the states that the tokens were drawn in, from a value head
 
 
+Learns = Literal["all", "logp"]  # which scores need gradients
 ValueOf = Callable[[mx.array], mx.array]  # hidden states [..., H] in fp32 to values [..., 1]
 
 
@@ -88,12 +90,13 @@ def token_scores(
     *,
     entropy: bool = True,
     drawn: DrawnPositions | None = None,
+    learns: Learns = "all",
 ) -> TokenScores:
     """Log-probability of each target and the entropy there; `chunk` positions at a time, 0: all at once.
 
-    With `drawn` they are of the distribution that a sampler draws from.
+    With `drawn` they are of the distribution that a sampler draws from. If log-probabilities alone learn, what depends
+    on the head's own parameters has no gradient.
     """
-
     if not chunk or targets_BT.size <= chunk:
         return TokenScores(*from_logits(head(hidden_BTH), targets_BT, entropy=entropy, drawn=drawn))
     hidden_NH, targets_N = hidden_BTH.reshape(-1, hidden_BTH.shape[-1]), targets_BT.reshape(-1)
@@ -107,14 +110,45 @@ def token_scores(
             part = None if drawn_N is None else drawn_N.part(at, at + step)
             return from_logits(head(part_NH[None])[0], targets_N[at : at + step], entropy=entropy, drawn=part)
 
-        again: Callable[[mx.array], tuple[mx.array, mx.array]] = mx.checkpoint(scores)
-        return again(hidden_NH[at : at + step])
+        made: Callable[[mx.array], tuple[mx.array, mx.array]] = (
+            _with_slopes(scores) if learns == "logp" else mx.checkpoint(scores)
+        )
+        return made(hidden_NH[at : at + step])
 
     parts = [scores_from(at) for at in range(0, count, step)]
     logp_BT, entropy_BT = (
         mx.concatenate(list(values)).reshape(targets_BT.shape) for values in zip(*parts, strict=True)
     )
     return TokenScores(logp_BT, entropy_BT)
+
+
+def _with_slopes(
+    scores: Callable[[mx.array], tuple[mx.array, mx.array]],
+) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
+    """`scores` of positions [N, H] with gradients of the first ones only, for which no logits are stored or computed
+    again: a log-probability depends on its own position alone, so its derivative [H] is computed along with it.
+    """
+
+    def once(hidden_NH: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        entropies = list[mx.array]()
+
+        def logps(hidden_NH: mx.array) -> mx.array:
+            logp_N, entropy_N = scores(hidden_NH)
+            entropies.append(entropy_N)
+            return logp_N
+
+        (logp_N,), (slopes_NH,) = mx.vjp(logps, [hidden_NH], [mx.ones(len(hidden_NH))])
+        return logp_N, entropies[0], slopes_NH
+
+    both: Any = mx.custom_function(once)
+
+    def backward(hidden_NH: mx.array, cotangents: Any, outputs: Any) -> mx.array:
+        slopes_NH: mx.array = outputs[2]
+        gradient_NH: mx.array = (cotangents[0][:, None] * slopes_NH).astype(hidden_NH.dtype)
+        return gradient_NH
+
+    both.vjp(backward)
+    return lambda hidden_NH: both(hidden_NH)[:2]
 
 
 def from_logits(
@@ -225,24 +259,30 @@ def shared_scores(
     chunk: int = 0,
     value: ValueOf | None = None,
     form: Form | None = None,
+    learns: Learns = "all",
+    fused: bool = False,
 ) -> TokenScores:
     """Each prompt once, then all completions after it; the head takes `chunk` positions at a time, 0: all at once.
 
     `form`: in which this model's attention reads prompts where they are, if that pays; None: rows copy keys and values.
+    `fused`: by MLX's fused attention, in shapes of which it has gradients (mlx_model/kv/padded.py).
     """
     body, head = halves_of(model, chunk)
     has_states = any(type(leaf) is ArraysCache for leaf in leaves(make_prompt_cache(model)))
     if has_states and x.seen is not None:
-        return row_scores(model, x, entropy=entropy, chunk=chunk, value=value)
-    hidden_BTH = (_prompt_by_prompt if has_states else _behind_prompts)(model, body, x, form)
+        return row_scores(model, x, entropy=entropy, chunk=chunk, value=value, learns=learns)
+    hidden_BTH = (_prompt_by_prompt if has_states else _behind_prompts)(model, body, x, form, fused)
     drawn = positions_of(x.drawn, x.completion_BT.shape)
-    scores = token_scores(head, hidden_BTH, x.completion_BT, chunk, entropy=entropy, drawn=drawn)
+    scores = token_scores(head, hidden_BTH, x.completion_BT, chunk, entropy=entropy, drawn=drawn, learns=learns)
     return scores._replace(values_BT=_values(value, hidden_BTH))
 
 
-def _behind_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays, form: Form | None) -> mx.array:
+def _behind_prompts(
+    model: Any, body: Callable[..., mx.array], x: BatchArrays, form: Form | None, fused: bool
+) -> mx.array:
     """Hidden states [B, T, H] in which completions are drawn."""
-    caches = mapped(make_prompt_cache(model), lambda leaf: _learning(leaf, x.padding_P))
+    masks = Masks() if fused else None
+    caches = mapped(make_prompt_cache(model), lambda leaf: _learning(leaf, x.padding_P, masks))
     replay = replay_of(model)
     routes_PSW = of_prompts(replay, x.routes_BTN, x.prompt_of_B, x.prompt_PS.shape[1])
     with looking(model, x.prompt_PS, x.seen, x.seen and x.seen.prompts) as images, replaying(replay, routes_PSW):
@@ -257,7 +297,9 @@ def _behind_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays, f
     return mx.concatenate([hidden_BTH, rest_BTH], axis=1)
 
 
-def _prompt_by_prompt(model: Any, body: Callable[..., mx.array], x: BatchArrays, form: Form | None) -> mx.array:
+def _prompt_by_prompt(
+    model: Any, body: Callable[..., mx.array], x: BatchArrays, form: Form | None, fused: bool
+) -> mx.array:
     """The same, each prompt without padding."""
     prompt_of_B: list[int] = x.prompt_of_B.tolist()  # type: ignore[assignment]
     parts, order = [], list[int]()
@@ -271,14 +313,14 @@ def _prompt_by_prompt(model: Any, body: Callable[..., mx.array], x: BatchArrays,
             completion_BT=x.completion_BT[mx.array(rows)],
             routes_BTN=None if x.routes_BTN is None else x.routes_BTN[rows],
         )
-        parts.append(_behind_prompts(model, body, one, form))
+        parts.append(_behind_prompts(model, body, one, form, fused))
         order += rows
     return mx.concatenate(parts)[mx.array(np.argsort(order))]
 
 
-def _learning(new: Any, padding_P: mx.array) -> Any:
+def _learning(new: Any, padding_P: mx.array, masks: Masks | None) -> Any:
     """A cache of prompts in the place of an empty one of mlx-lm, through which gradients pass."""
-    return new if type(new) is ArraysCache else PromptKeys(padding_P, getattr(new, "max_size", None))
+    return new if type(new) is ArraysCache else PromptKeys(padding_P, getattr(new, "max_size", None), masks)
 
 
 def _branches(caches: list[Any], x: BatchArrays, form: Form | None) -> list[Any]:
@@ -308,14 +350,20 @@ def _is_whole(leaf: Any) -> bool:
 
 
 def row_scores(
-    model: Any, x: BatchArrays, *, entropy: bool = True, chunk: int = 0, value: ValueOf | None = None
+    model: Any,
+    x: BatchArrays,
+    *,
+    entropy: bool = True,
+    chunk: int = 0,
+    value: ValueOf | None = None,
+    learns: Learns = "all",
 ) -> TokenScores:
     """Prompt and completion in one forward pass a row; the head takes `chunk` positions at a time, 0: all at once."""
     body, head = halves_of(model, chunk)
     hidden_BLH = row_states(model, body, x)
     targets_BL = x.rows_BL[:, 1:]
     drawn = positions_of(x.drawn, targets_BL.shape)
-    scores = token_scores(head, hidden_BLH, targets_BL, chunk, entropy=entropy, drawn=drawn)
+    scores = token_scores(head, hidden_BLH, targets_BL, chunk, entropy=entropy, drawn=drawn, learns=learns)
     at_BT = x.start_B[:, None] - 1 + mx.arange(x.completion_BT.shape[1])[None]
     at_BT = mx.minimum(at_BT, hidden_BLH.shape[1] - 1)
     logp_BT, entropy_BT = (mx.take_along_axis(each, at_BT, axis=1) for each in (scores.logp_BT, scores.entropy_BT))
@@ -342,85 +390,6 @@ def halves_of(model: Any, chunk: int) -> Halves:
     """Where the model is not cut in two, logits take the place of hidden states."""
     halves = cut(model) if chunk else None
     return halves or Halves(model, lambda logits: logits)
-
-
-class PromptKeys:
-    """Keys and values of left-padded prompts in one layer, growing by concatenation so that gradients pass through.
-
-    It has the part of mlx-lm's cache protocol that a model's forward pass uses; `offset` is a number per row.
-    """
-
-    def __init__(self, padding_P: mx.array, window: int | None = None) -> None:
-        """`window`: positions that a query sees, its own among them; None: all."""
-        self.padding_P, self.window = padding_P, window
-        self.offset = -padding_P
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append, and return everything so far."""
-        self.offset = self.offset + keys.shape[2]
-        if self.keys is not None and self.values is not None:
-            keys = mx.concatenate([self.keys, keys], axis=2)
-            values = mx.concatenate([self.values, values], axis=2)
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """A causal mask that hides the padding from all but itself.
-
-        A query that sees nothing would have gradients that are not finite on CUDA (0 times NaN, for nobody reads it).
-        """
-        seen = 0 if self.keys is None else self.keys.shape[2]
-        window = window_size or self.window
-        mask: mx.array = create_causal_mask(N, seen, window_size=window, left_padding=self.padding_P)
-        return mask | (mx.arange(seen, seen + N)[:, None] == mx.arange(seen + N))
-
-    @property
-    def nbytes(self) -> int:
-        assert self.keys is not None and self.values is not None
-        return self.keys.nbytes + self.values.nbytes
-
-    def continued(self, groups: Groups, starts: Sequence[int], form: Form) -> "Continued":
-        """The cache of rows that continue these prompts and read them where they are; `starts`: of each prompt."""
-        assert self.keys is not None and self.values is not None
-        keys, values = self.keys, self.values
-        places = [(slice(at, at + 1), slice(None), slice(start, None)) for at, start in enumerate(starts)]
-        prompts: dict[Hashable, Pair] = {
-            at: (keys[of], values[of]) for at, of in enumerate(places) if at in groups.keys
-        }
-        return Continued(groups, prompts, form)
-
-    def branch(self, prompt_of_B: mx.array) -> "PromptKeys":
-        """The cache of rows that continue these prompts."""
-        assert self.keys is not None and self.values is not None
-        unseen = max(0, self.keys.shape[2] - self.window) if self.window else 0
-        twin = PromptKeys(self.padding_P[prompt_of_B] - unseen, self.window)
-        twin.offset = self.offset[prompt_of_B]
-        twin.keys, twin.values = (each[:, :, unseen:][prompt_of_B] for each in (self.keys, self.values))
-        return twin
-
-
-class Continued:
-    """The cache of rows that continue prompts, in one layer and for one forward pass (mlx_model/kv/shared.py)."""
-
-    def __init__(self, groups: Groups, prompts: dict[Hashable, Pair], form: Form) -> None:
-        self._groups, self._prompts, self._form = groups, prompts, form
-        self.offset = mx.array([prompts[prompt][0].shape[2] for (prompt,) in groups.chains])
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[SharedRead, mx.array]:
-        """The rows' keys and values, in the form that attention reads with the prompts'."""
-        return read_of(SharedRead(self._groups, self._prompts, (keys, values), self._form, learns=True))
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """A causal mask of the rows' own positions."""
-        if window_size is not None:
-            raise NotImplementedError("a window over positions that rows share")
-        mask: mx.array = create_causal_mask(N)[None, None]
-        if self._form == "keys":
-            return mask
-        _, rotary_keys = next(iter(self._prompts.values()))
-        return with_queries(mask, rotary_keys.shape[3])
 
 
 def _rows(batch: Microbatch) -> tuple[np.ndarray, np.ndarray]:

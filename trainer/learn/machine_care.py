@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import mlx.core as mx
 import structlog
 
-from mlx_model.memory import memory_status
+from mlx_model.memory import watched_memory
 from shared.machine.memory import Pressure, worst
 from shared.machine.power import machine_power
 from shared.process.machine_settings import MachineSettings
@@ -74,7 +74,7 @@ class MachineCare:
 
     def _pressure(self) -> Pressure:
         ranks = () if self._host.others is None else self._host.others.ranks()
-        own = memory_status(self._settings.memory_limit_bytes).pressure
+        own = watched_memory(self._settings.memory_limit_bytes).pressure
         return worst(own, *(rank.machine.pressure for rank in ranks))
 
     async def _on_battery(self) -> bool:

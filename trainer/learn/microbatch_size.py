@@ -10,8 +10,8 @@ it. From the smallest size on, each larger one is tried until time grows in prop
 measured again while another is taken, so what the first microbatch of a shape takes to compile is left out: it kept a
 GPU at 256 positions for good.
 
-While nothing else computes between microbatches, no row waits, and they may take several times as long: as long as a
-prompt's piece may take then.
+While nothing else computes between microbatches, no row waits, and they may take several times as long, as long as a
+prompt's piece may take then, and several times the memory, which no row's KV needs.
 
 Invariants. Between one position and the largest size that the settings allow; without a bound always that size. A size
 that keeps the bound is taken if it reaches half of the best rate that was seen; otherwise the smallest that reaches it,
@@ -27,7 +27,7 @@ FIRST = 256  # positions, before anything is known of this machine
 RECENT = 5  # durations stored for each size
 WARM_UP = 1  # first times of a size that are left out
 ALONE = 0.1  # of a microbatch's time: what passes before it while nothing else computes
-UNDISTURBED = 4  # times as long as the bound then; a row that comes waits for one such microbatch
+UNDISTURBED = 4  # times both bounds then; a row that comes waits for one such microbatch
 PATIENCE = 16.0  # bounds: what the next size is expected to take at most, while sizes are tried
 BUMP = 2  # sizes that a bump in the curve may span
 IN_PROPORTION = 1.7  # times as long for twice the size, over so many sizes: work by now, not the start of operations
@@ -47,27 +47,29 @@ class MicrobatchSize:
 
     def __post_init__(self) -> None:
         self._position_bytes: deque[float] = deque(maxlen=RECENT)
+        self._times_bounds = 1  # by what has computed lately
         self.positions = min(FIRST, self._most) if self.bound_s else self.largest
         self._times: dict[int, _Times] = {}  # by log2 of the size
-        self._allowed_s = self.bound_s  # by what has computed lately
         self._floor = 0  # less was asked for in vain: one sample is never cut
 
     @property
     def _most(self) -> int:
         """The most positions that are expected to stay within the bound on memory, and that the settings allow."""
         position = MARGIN * max(self._position_bytes, default=self.expected_bytes)
-        return (
-            min(self.largest, max(1, int(self.bound_bytes / position)))
-            if self.bound_bytes and position
-            else self.largest
-        )
+        if not self.bound_bytes or not position:
+            return self.largest
+        return min(self.largest, max(1, int(self._times_bounds * self.bound_bytes / position)))
+
+    @property
+    def _allowed_s(self) -> float:
+        return self._times_bounds * self.bound_s
 
     def _may_fit(self, size: int) -> bool:
         """True if a larger size than was tried keeps the bound on memory, even when its positions take twice as
         much.
         """
         position = 2 * max(self._position_bytes, default=self.expected_bytes)
-        return not self.bound_bytes or min(size, self.largest) * position <= self.bound_bytes
+        return not self.bound_bytes or min(size, self.largest) * position <= self._times_bounds * self.bound_bytes
 
     def took(
         self,
@@ -87,10 +89,10 @@ class MicrobatchSize:
         """
         if not self.bound_s or tokens <= 0 or seconds <= 0:
             return
+        self._times_bounds = UNDISTURBED if waited_s is not None and waited_s < ALONE * seconds else 1
         if nbytes:
             self._position_bytes.append(nbytes / positions)
             self.positions = min(self.positions, self._most)
-        self._allowed_s = self.bound_s * (UNDISTURBED if waited_s is not None and waited_s < ALONE * seconds else 1)
         if 2 * positions < asked:
             return  # the rest of a train step: too small to count
         size = _step(asked)

@@ -59,7 +59,7 @@ log = structlog.get_logger()
 
 BYTES_PER_WIDTH = 12  # per position, and input or output of a linear layer; seen: 6 to 13, before one was measured
 _EPOCHS = 1  # number in the seed of their order, with seed and step
-CUDA_PADDING = Padding(32, 32, rows=True)  # a new shape takes several times as long as a known one
+CUDA_PADDING = Padding(32, 32, rows=True, last=1)  # a new shape takes several times as long as a known one
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class Prepared:
     returns_BT: mx.array | None = None  # what the values should have been
 
 
+def padding() -> Padding:
+    """How microbatches are filled up on this device."""
+    return CUDA_PADDING if on_cuda() else PADDING
+
+
 class Optimizer:
     """AdamW over a policy's adapter. Belongs to the policy's thread."""
 
@@ -89,7 +94,7 @@ class Optimizer:
         if options.value is not None and not chunk:
             raise ValueError("this model shows no hidden states, so no value head can read them")
         self.scores = partial(policy.scores, chunk=chunk)
-        self._padding = CUDA_PADDING if on_cuda() else PADDING
+        self._padding = padding()
         self._gradient = nn.value_and_grad(policy.model, self._loss)
         widths = [value.shape[-2 if name.endswith("lora_a") else -1] for name, value in policy.arrays().items()]
         self._size = MicrobatchSize(
@@ -303,7 +308,8 @@ class Optimizer:
     ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
         """Loss, and for the report: entropy, clipped tokens, KL to the base, loss of the values."""
         options, x = self.options.loss, prepared.arrays
-        scores: TokenScores = self.scores(model, x, value=self.policy.value)
+        learns = "all" if options.entropy_bonus else self.policy.learns
+        scores: TokenScores = self.scores(model, x, value=self.policy.value, learns=learns)
         inputs = LossInputs(
             scores.logp_BT, prepared.old_BT, x.mask_BT, x.advantage_B, prepared.weight_BT, prepared.advantage_BT
         )

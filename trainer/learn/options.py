@@ -261,6 +261,13 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
     min_lessons: int = Field(
         default=2, ge=2, description="mode distill, dataset sessions:POLICY: with fewer lessons the run does not begin"
     )
+    drafts: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="mode distill, dataset sessions:POLICY: replies that the teacher writes to a corrected prompt; of "
+        "several, the one that the correction makes likelier is learned as it stands",
+    )
     lessons_since_ms: int = Field(
         default=0, ge=0, description="mode distill, dataset sessions:POLICY: leave out older turns; Unix milliseconds"
     )
@@ -316,7 +323,7 @@ class DataSettings(HeadSettings, PpoSettings, LearnerSettings):
         self._check_feedback(feedback_policy(dataset), connect_to)
         if (policy := sessions_policy(dataset)) is not None:
             self._check_asked(f"--dataset {SESSIONS}{policy}", policy, "distill", connect_to)
-        elif asked := {"rehearsal", "min_lessons", "lessons_since_ms"} & self._changed():
+        elif asked := {"rehearsal", "min_lessons", "drafts", "lessons_since_ms"} & self._changed():
             raise SetupError(f"--{min(asked).replace('_', '-')} goes with --dataset {SESSIONS}POLICY")
         if self.suite is not None and "/" in self.start_from:
             raise SetupError("--suite compares versions that the ring serves: --start-from NAME@VERSION, not a folder")
@@ -379,7 +386,7 @@ _OF_MODES: Mapping[TrainMode, Collection[str]] = {  # what few modes have a use 
     "dpo": _TUNING | {"dpo_beta", "feedback_max_age_days", "candidate"},
     "sft": _TUNING | {"candidate"},
     "distill": _TUNING
-    | {"teacher", "teacher_top_k", "candidate", "suite", "rehearsal", "min_lessons", "lessons_since_ms"},
+    | {"teacher", "teacher_top_k", "candidate", "suite", "rehearsal", "min_lessons", "drafts", "lessons_since_ms"},
     "ppo": PpoSettings.model_fields.keys(),
 }
 _OF_SUITE = {"reward", "reward_options", "max_tokens", "max_base_kl", "own_code_timeout_s", "own_code_processes"}

@@ -2,8 +2,8 @@
 
 Invariants.
 - The base arrays are shared, never copied and never written: `Policy.base` and `Policy.model` hold the same buffers.
-- Adapter parameters are fp32 whatever the base's dtype (bf16, 4 bits); mlx-lm's layers then compute the adapter's
-  part in fp32 and cast its sum with the base's output.
+- Adapter parameters are fp32 whatever the base's dtype (bf16, 4 bits). The adapter's part is computed in fp32 and
+  rounded, or, of a base in bfloat16 on a GPU, by products in bfloat16, as workers compute it (mlx_model/learning.py).
 - The reference policy is what the run began with: the base tree, which is the same weights with the adapter off, or
   the model with the adapter `origin` (`--start-from`).
 - Gradient checkpointing changes the class of *our* layer instances only; the generator's layers stay as they are.
@@ -26,16 +26,17 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
-from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
+from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlx_model.device import on_cpu
+from mlx_model.kv import padded
 from mlx_model.kv.kinds import can_share
-from mlx_model.learning import Gradients, attach_divided
+from mlx_model.learning import Gradients, LearningLoRA, attach_divided
 from mlx_model.routing import Replay
 from mlx_model.sites import Whole
 from shared.adapter_files.config import mlx_config
 from shared.heads import VALUE, HeadSpec
-from trainer.learn.logprobs import TokenScores, can_share_prompts, row_scores, shared_scores
+from trainer.learn.logprobs import Learns, TokenScores, can_share_prompts, row_scores, shared_scores
 from trainer.learn.options import AdapterShape
 from trainer.learn.peers import Peers
 from trainer.learn.picture_places import held
@@ -97,15 +98,23 @@ class Policy:
             self.agree()  # each rank has computed DoRA's norms itself
 
     @property
+    def learns(self) -> Learns:
+        """Scores that have gradients where the loss has no entropy; among ranks all have, for a head may be divided."""
+        return "logp" if self._ranks is None else "all"
+
+    @property
     def scores(self) -> Callable[..., TokenScores]:
         """How log-probabilities are computed: each prompt once for all of its samples, or by rows.
 
-        Ranks that divide a model try nothing. Prompts are read where they are on a CPU, where that was measured.
+        Ranks that divide a model try nothing. Prompts are read where they are on a CPU, where that was measured; on
+        CUDA attention is MLX's fused one.
         """
         if self.checkpoint_layers or not can_share_prompts(self.base, tries=self._ranks is None):
             return row_scores
-        is_tried = on_cpu() and self._ranks is None
-        return partial(shared_scores, form=can_share(self.base, make_prompt_cache(self.base)) if is_tried else None)
+        if self._ranks is not None or not (on_cpu() or padded.is_right()):
+            return shared_scores
+        form = can_share(self.base, make_prompt_cache(self.base))
+        return partial(shared_scores, form=form) if on_cpu() else partial(shared_scores, fused=form == "keys")
 
     def replay_routes(self) -> None:
         """Compute with the experts that samples name from now on; UnsupportedModelError where that cannot be."""
@@ -272,7 +281,7 @@ def _adapter_layer(path: str, module: Any, shape: AdapterShape) -> Any:
         if shape.kind == "dora":
             raise ValueError(f"{path}: DoRA on a mixture of experts is not supported; use lora")
         return LoRASwitchLinear.from_base(module, r=shape.rank, scale=shape.scale)
-    layer: Any = DoRALinear if shape.kind == "dora" else LoRALinear
+    layer: Any = DoRALinear if shape.kind == "dora" else LearningLoRA
     return layer.from_base(module, r=shape.rank, scale=shape.scale)
 
 

@@ -48,20 +48,29 @@ async def _run(settings: TrainSettings) -> None:
     await school.run()
 
 
-def night_settings(argv: list[str] | None = None) -> TrainSettings:
-    """Settings as given, and for the rest those of `trainer/recipes/night.yaml`; SetupError where a run would refuse.
+class NightSettings(TrainSettings):
+    """Settings of night school: those of `trainer/recipes/night.yaml` where no others are given."""
 
-    Of another mode than a night's only a mistake can speak.
-    """
-    settings = load(TrainSettings, argv)
-    recipe: dict[str, Any] = yaml.safe_load(resources.files("trainer").joinpath("recipes/night.yaml").read_bytes())
-    given = settings.model_fields_set
-    if "mode" in given and settings.mode != "distill":
-        raise SetupError(f"night school learns by --mode distill, not by {settings.mode}")
-    settings = settings.model_copy(update={name: value for name, value in recipe.items() if name not in given})
-    asked = {"dataset": Path(f"sessions:{settings.adapter}"), "teacher": settings.teacher or "policy"}
-    settings.model_copy(update=asked).check()
-    return settings
+    def check(self) -> None:
+        """SetupError where a night's run would refuse."""
+        night = self.of_night()
+        asked = {"dataset": Path(f"sessions:{night.adapter}"), "teacher": night.teacher or "policy"}
+        TrainSettings.check(night.model_copy(update=asked))
+
+    def of_night(self) -> TrainSettings:
+        """The settings with the recipe's. Of another mode than a night's only a mistake can speak."""
+        recipe: dict[str, Any] = yaml.safe_load(resources.files("trainer").joinpath("recipes/night.yaml").read_bytes())
+        given = self.model_fields_set
+        if "mode" in given and self.mode != "distill":
+            raise SetupError(f"night school learns by --mode distill, not by {self.mode}")
+        return self.model_copy(update={name: value for name, value in recipe.items() if name not in given})
+
+
+def night_settings(argv: list[str] | None = None) -> TrainSettings:
+    """Settings of the command line, the environment and YAML, and for the rest the recipe's; checked."""
+    settings = load(NightSettings, argv)
+    settings.check()
+    return settings.of_night()
 
 
 if __name__ == "__main__":

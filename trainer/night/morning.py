@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from redis.asyncio import Redis
@@ -14,15 +13,13 @@ from shared.night import Compared, NightOutcome, NightReport, in_markdown
 from shared.redis.training.board import TrainingBoard
 from trainer.runs.data import DataLine
 from trainer.runs.distillation.distilling import FOUND
-from trainer.runs.distillation.examination import AFTER, BEFORE, SHOWN, Examined, Reply, read_examined
+from trainer.runs.distillation.examination import AFTER, BEFORE, SHOWN, Examined, Reply
 from trainer.runs.distillation.hindsight import LearnedFrom
 from trainer.settings import TrainSettings
 from trainer.state import RunState
-from trainer.versions.checkpoint import CheckpointStore, write_whole
+from trainer.versions.checkpoint import CheckpointStore, read_whole, write_whole
 from trainer.versions.publish import GATE
 from trainer.versions.run_folder import interruptions
-
-T = TypeVar("T")
 
 FILE, TEXT = "report.json", "report.md"
 MOST_TEXT = 2_000  # characters of a prompt's end, and of a reply
@@ -45,8 +42,8 @@ def report_of(settings: TrainSettings, begun: Begun, outcome: NightOutcome | Non
         outcome = _outcome(state, settings.steps)
     version = state.version if outcome == "proposed" else 0
     seen = version or max((int(path.stem.partition("-")[2]) for path in folder.glob(AFTER.format("*"))), default=0)
-    before, after = (read_examined(folder / name) or Examined("") for name in (BEFORE, AFTER.format(seen)))
-    found = _read(folder / FOUND, LearnedFrom) or LearnedFrom()
+    before, after = (read_whole(folder / name, Examined) or Examined("") for name in (BEFORE, AFTER.format(seen)))
+    found = read_whole(folder / FOUND, LearnedFrom) or LearnedFrom()
     checks = _checks(folder, version)
     pairs = _pairs(before.suite, after.suite)
     gains = [b.reward - a.reward for a, b in pairs if a.reward is not None and b.reward is not None]
@@ -78,7 +75,7 @@ def _write(report: NightReport, folder: Path) -> None:
 
 def reports_in(run_dir: Path) -> list[NightReport]:
     """Reports of the nights in a folder, the newest first."""
-    found = [_read(path, NightReport) for path in run_dir.glob(f"*/{FILE}")]
+    found = [read_whole(path, NightReport) for path in run_dir.glob(f"*/{FILE}")]
     return sorted((each for each in found if each is not None), key=lambda each: -each.began_ms)
 
 
@@ -97,12 +94,11 @@ def _checks(folder: Path, version: int) -> tuple[GateCheck, ...]:
     """Checks of the candidate, else of the last one that was rejected."""
     kept = folder / "versions" / str(version) / GATE
     files = [kept] if version else sorted((folder / "rejected").glob(f"*/{GATE}"))
-    return (_read(files[-1], tuple[GateCheck, ...]) or ()) if files else ()
+    return (read_whole(files[-1], tuple[GateCheck, ...]) or ()) if files else ()
 
 
 def _base_kl(checks: Sequence[GateCheck]) -> float | None:
-    detail = next((check.detail for check in checks if check.name == "base_kl"), "")
-    return float(detail.partition(",")[0]) if detail else None
+    return next((check.value for check in checks if check.name == "base_kl"), None)
 
 
 def _pairs(before: Sequence[Reply], after: Sequence[Reply]) -> list[tuple[Reply, Reply]]:
@@ -123,11 +119,3 @@ def _lines(file: Path) -> list[DataLine]:
     if not file.is_file():
         return []
     return [msgspec.json.decode(line, type=DataLine) for line in file.read_bytes().split(b"\n")[:-1]]
-
-
-def _read(file: Path, kind: type[T]) -> T | None:
-    """The message in a file; None when it is not there, or not whole."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError):
-        return None

@@ -84,7 +84,7 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
             RingBoard(
                 TrainingBoard(redis, settings.adapter), partial(memory_status, settings.memory_limit_bytes)
             ) as board,
-            SequenceCalls(redis, card.name, f"train-{settings.run_name}") as calls,
+            SequenceCalls(redis, card.name, _owner(settings)) as calls,
             RingMailbox(orders) as mailbox,
             RunLead(SharedRun(redis, settings.run_name, blocking=blocking)) as lead,
             _scorer(redis, settings, card, calls) as scorer,
@@ -112,6 +112,11 @@ async def _over_redis(url: str, settings: TrainSettings, mine: LoadedModel | Non
         await blocking.aclose()
 
 
+def _owner(settings: TrainSettings) -> str:
+    """Name under which a run's samples are gathered: two policies may have runs of one name."""
+    return f"train-{settings.adapter}/{settings.run_name}"
+
+
 @asynccontextmanager
 async def _scorer(
     redis: Redis, settings: TrainSettings, card: ModelCard, calls: SequenceCalls
@@ -127,7 +132,7 @@ async def _scorer(
         return
     if other.tokenizer_sha256 != card.tokenizer_sha256:
         raise SetupError(f"--teacher {other.name} has another tokenizer than {card.name}: it cannot score its tokens")
-    async with SequenceCalls(redis, other.name, f"train-{settings.run_name}-teacher") as theirs:
+    async with SequenceCalls(redis, other.name, f"{_owner(settings)}/teacher") as theirs:
         yield RingScorer(redis, other, theirs)
 
 

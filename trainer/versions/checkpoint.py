@@ -18,6 +18,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +31,8 @@ from shared.errors import SetupError
 from shared.process.whole_folder import sync
 from shared.training import is_checkpoint_name
 from trainer.state import Arrays, LearnerSnapshot, RunState
+
+T = TypeVar("T")
 
 _OPTIMIZER, _STATE, _MANIFEST = "optimizer.safetensors", "state.json", "manifest.json"
 _TEMPORARY = ".tmp-"
@@ -198,6 +201,14 @@ def write_adapter(folder: Path, weights: Arrays, config: bytes) -> None:
 def _digest(path: Path) -> _File:
     with path.open("rb") as stream:
         return _File(hashlib.file_digest(stream, "sha256").hexdigest(), path.stat().st_size)
+
+
+def read_whole(file: Path, kind: type[T]) -> T | None:
+    """The message in a file that `write_whole` wrote; None when it is not there, or no such message."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def write_whole(file: Path, content: bytes) -> None:

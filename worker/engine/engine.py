@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import mlx.core as mx
 
 from mlx_model.config import EngineConfig
+from mlx_model.device import gave_out
 from mlx_model.kv.kinds import kind_of, leaves
 from mlx_model.loader import LoadedModel
 from mlx_model.memory import bound_freed_memory
@@ -89,7 +90,9 @@ class Engine:
         layer_bytes = self._limits.shared_bytes(1) // max(1, sum(kind_of(leaf).is_cut for leaf in leaves(new_kv)))
         self._shared = SharedPrompts(config.share_prompts, layer_bytes, form)
         self._batch = batch_of(self._model, config, pieces, self._keeping, self._shared, self.drafting)
-        self._lane = PrefillLane(self._model, self.prefixes, self._keeping, at_once, pieces)
+        self._lane = PrefillLane(
+            self._model, self.prefixes, self._keeping, at_once, pieces, lambda row, kv: self._batch.begun(row, kv)
+        )
         self._followers = Followers(self.prefixes, self._model.adapters)
         self._waiting = WaitingRows()
         self._rows: dict[str, Row] = {}
@@ -445,8 +448,12 @@ class Engine:
         self._start([row for row in rows if not row.tokens])
 
     def _failed(self, rows: list[Row], error: Exception) -> None:
-        """A forward failed: its rows end, the engine goes on unless it keeps failing, or other ranks go on."""
-        if self._ranks is not None:
+        """A forward failed: its rows end, the engine goes on unless it keeps failing, or other ranks go on.
+
+        Where the GPU gave out the rows are not to blame, and what the engine would compute next may be wrong: it ends,
+        and the worker hands all rows back.
+        """
+        if self._ranks is not None or gave_out(error):
             raise error
         log.error("engine.forward_failed rows=%d", len(rows), exc_info=error)
         self._failures += 1

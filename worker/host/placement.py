@@ -23,6 +23,7 @@ BYTES_PER_S = 1e9  # of a load that nobody has measured: a slow disk
 LEAST_LOAD_S = 2.0  # of any load: a process starts
 PASSING_MS = 1000  # a host looks at least once in this time
 IN_USE_S = 5.0  # since its last use, in which one of several copies counts as busy: heartbeats are a second old
+STRAY_MS = 10_000  # after a worker has ended, rows of which the queue believes that it runs them are gone
 IDLE, BATCH, INTERACTIVE = 1, 2, 3  # how busy a model is
 SOON_S = 60.0  # the loss by an eviction is the chance that the model is asked for within this time, times its load
 
@@ -85,6 +86,7 @@ class Want:
     is_batch: bool = False  # only batch sequences wait: no interactive ones give way before it is overdue
     priority: int = 0
     host: str = ""  # the only one that may load it; "": any
+    ordered: bool = False  # by an operator: also where its last load has failed just now
 
     @property
     def order(self) -> tuple[int, int, int, str]:
@@ -192,8 +194,9 @@ class _Planner:
         asked = self._demand.get(entry.name)
         for order in asked.orders if asked else ():
             host = self._hosts.get(order.host) if order.kind == "load" else None
-            if host and host.status.holds(entry.name) is None and entry.name not in self._under_way:
-                yield Want(entry.name, "as ordered", order.at_ms, overdue=True, due=True, host=order.host)
+            held = host.status.holds(entry.name) if host else None
+            if host and (held is None or held.state == "failed") and entry.name not in self._under_way:
+                yield Want(entry.name, "as ordered", order.at_ms, True, True, host=order.host, ordered=True)
                 return
         if entry.name in self._under_way:
             return
@@ -202,9 +205,13 @@ class _Planner:
                 yield from self._copy_of(entry, asked)
             return
         if asked is not None and any(order.kind == "load" for order in asked.orders):
-            yield Want(entry.name, "as ordered", min(order.at_ms for order in asked.orders), overdue=True, due=True)
+            since_ms = min(order.at_ms for order in asked.orders)
+            yield Want(entry.name, "as ordered", since_ms, overdue=True, due=True, ordered=True)
         elif asked is not None and any(asked.waiting.values()):
-            yield self._waiting(entry, asked)
+            want = self._waiting(entry, asked)
+            waited_s = (self._now - want.since_ms) / 1000
+            if not self._runs_elsewhere(entry, asked) or waited_s >= self._usual_load_s(entry.name):
+                yield want
         elif entry.pinned:
             yield Want(entry.name, "pinned", self._left.get(entry.name, 0), overdue=True, due=True)
 
@@ -225,6 +232,12 @@ class _Planner:
         due = overdue or not is_batch or by_ms - self._now <= min(turn_ms, self._rules.hold * load_ms)
         why = f"{asked.waits('interactive')} interactive and {asked.waits('batch')} batch sequences wait"
         return Want(entry.name, why, oldest, overdue, due, by_ms, is_batch, entry.priority)
+
+    def _runs_elsewhere(self, entry: CatalogueEntry, asked: ModelDemand) -> bool:
+        """True if a worker or a group that no host has started runs the model's rows."""
+        if not any(asked.running.values()) or self._models.holding(entry.name):
+            return False
+        return self._now - self._left.get(entry.name, 0) >= STRAY_MS
 
     def _copy_of(self, entry: CatalogueEntry, asked: ModelDemand) -> Iterator[Want]:
         """A further copy, where the oldest sequence has waited for longer than a load takes."""
@@ -282,7 +295,9 @@ class _Planner:
         status, held = host.status, host.status.holds(want.model)
         if status.draining or host.closed or want.model not in status.offers or want.host not in ("", status.id):
             return False
-        return held is None or (held.state == "failed" and _age_ms(status, held.since_ms) > 1000 * self._rules.retry_s)
+        if held is None:
+            return True
+        return held.state == "failed" and (want.ordered or _age_ms(status, held.since_ms) > 1000 * self._rules.retry_s)
 
     def _way(self, want: Want, host: _Host) -> Placing | None:
         """How a host would load it now; None where it cannot."""

@@ -32,13 +32,12 @@ from trainer.runs.distillation.examination import (
     BEFORE,
     Examination,
     Examined,
-    read_examined,
     write_examined,
 )
 from trainer.runs.distillation.hindsight import LearnedFrom, hindsight, rehearsed
 from trainer.runs.distillation.teacher import FILE, read_kept, scored
 from trainer.runs.tuning import RowRun
-from trainer.versions.checkpoint import write_whole
+from trainer.versions.checkpoint import read_whole, write_whole
 
 ROUNDING = 1e-9  # of means of rewards
 FOUND = "learned_from.json"  # in the run's folder
@@ -74,7 +73,7 @@ class DistillRun(RowRun[ScoredRow]):
                 rows, self._found = await hindsight(
                     api, policy, teacher, self._ring.model or teacher, top_k, codec, loaded.card.tokenizer_sha256,
                     longest=longest, seed=settings.seed, since_ms=settings.lessons_since_ms,
-                    at_least=settings.min_lessons, rehearsal=again,
+                    at_least=settings.min_lessons, rehearsal=again, drafts=settings.drafts,
                 )  # fmt: skip
             rows = [row.within(loaded.card.vocab_size) for row in rows]
             self._asked = True
@@ -137,7 +136,7 @@ class DistillRun(RowRun[ScoredRow]):
         run = f"{self.settings.run_name}-{secrets.token_hex(3)}"
         self._examination = Examination(self.settings, self._ring, self._way.judges, run)
         file = self.settings.folder / BEFORE
-        self._before = read_examined(file)
+        self._before = read_whole(file, Examined)
         if self._before is None:
             self._before = await self._examined(self.settings.start_from)
             await self._disk.run(write_examined, file, self._before)

@@ -107,14 +107,6 @@ class Examination:
         return Reply(codec.decode(sample.prompt_ids), sample.text, (*sample.prompt_ids, *sample.completion_ids), reward)
 
 
-def read_examined(file: Path) -> Examined | None:
-    """Replies that were written down; None when none were."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Examined)
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
 def write_examined(file: Path, examined: Examined) -> None:
     """Write it in one piece, so that a killed run leaves all or nothing."""
     write_whole(file, msgspec.json.encode(examined))

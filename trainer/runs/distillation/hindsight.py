@@ -3,7 +3,10 @@
 A user who corrects a reply says what was missing. So the teacher is asked the same again with the correction in the
 prompt, and the student, without it, learns the teacher's distribution over that reply: hindsight as a teacher, as in
 OpenClaw-RL (arXiv 2603.10165) and context distillation (arXiv 2209.15189). A reply that the user has edited is a lesson
-likewise: the edited text, scored by a teacher that sees it coming. A reply that users were content with is learned as
+likewise: the edited text, scored by a teacher that sees it coming. Where the teacher seldom does what a correction
+says, it writes several replies (`drafts`), and the one that the correction makes likelier is learned as it stands: the
+reply y with the largest log p(y | prompt, correction) - log p(y | prompt), their pointwise mutual information, as in
+arXiv 1510.03055. A reply that users were content with is learned as
 it was, whatever its teacher would have said: the policy may have learned it since from others. The policy's own latest
 version is a good teacher: as it learns, it follows more corrections. What it could do before is rehearsed
 (`--rehearsal`): the base's own replies to prompts of a file, with the base's distributions.
@@ -31,7 +34,7 @@ from trainer.learners.distilling import ScoredRow
 from trainer.ring.http_client import HttpApi
 from trainer.rollouts.conversation import ChatEncoder
 from trainer.rollouts.environments import Observation, read_jsonl
-from trainer.runs.distillation.teacher import AT_ONCE, scored
+from trainer.runs.distillation.teacher import AT_ONCE, logprob, scored
 
 CORRECTED, CONTENT = 0.4, 0.6
 LEAST_CONFIDENCE = 0.1
@@ -39,6 +42,7 @@ HELD_OUT = 5  # one session of so many
 MOST_SESSIONS = 2_000
 LONGER = 4  # times the tokens of the reply that the teacher may take, and no less than LEAST_TOKENS
 LEAST_TOKENS = 64
+LEAST_GAIN = 2.0  # nats that a correction adds to a draft, or the teacher has not followed it
 TEMPERATURE = 0.7
 HINT = "{said}\n\n{correction}"  # the user's message that the teacher is shown
 
@@ -106,7 +110,7 @@ class Lesson(NamedTuple):
     teacher_ids: tuple[int, ...]
     reply_ids: tuple[int, ...]  # that the teacher scores; (): it writes one first
     most_tokens: int = 0  # of that
-    is_content: bool = False  # learned as it was, no teacher is asked
+    as_it_stands: bool = False  # learned so: no teacher scores it
 
 
 class LearnedFrom(msgspec.Struct):
@@ -145,19 +149,19 @@ async def hindsight(
     since_ms: int = 0,
     at_least: int = 2,
     rehearsal: Sequence[Lesson] = (),
+    drafts: int = 1,
 ) -> tuple[list[ScoredRow], LearnedFrom]:
     """Rows of the stored sessions of a policy, scored by the teacher.
 
     NothingToLearnError when there are fewer than `at_least`, without those of `rehearsal`, which are the `base`'s.
-    `since_ms`: older turns are left out.
+    `since_ms`: older turns are left out. `drafts`: replies that the teacher writes to a corrected prompt.
     """
     lessons, found = await lessons_of(api, policy, codec, since_ms)
-    taught = _fitting(
-        await _written(api, teacher, [each for each in lessons if not each.is_content], longest, seed), longest
-    )
-    content = _fitting([each for each in lessons if each.is_content], longest)
+    written = _fitting(await _written(api, teacher, lessons, longest, seed, drafts), longest)
+    standing = [each for each in written if each.as_it_stands]
+    taught = [each for each in written if not each.as_it_stands]
     again = _fitting(await _written(api, base, rehearsal, longest, seed), longest)
-    found.rows, found.rehearsed = len(taught) + len(content) + len(again), len(again)
+    found.rows, found.rehearsed = len(written) + len(again), len(again)
     counts = msgspec.structs.asdict(found)
     log.info("hindsight.lessons", policy=policy, **counts)
     if found.rows - found.rehearsed < at_least:
@@ -166,14 +170,14 @@ async def hindsight(
             f"the sessions of {policy} at {api.url} hold fewer than {at_least} lessons ({said}): rewards come from "
             "/v1/feedback and from --judge-model"
         )
-    rows = [ScoredRow.as_said(teacher, each.prompt_ids, each.reply_ids, top_k) for each in content]
+    rows = [ScoredRow.as_said(teacher, each.prompt_ids, each.reply_ids, top_k) for each in standing]
     rows += await scored(api, teacher, top_k, [_group(lesson) for lesson in taught], tokenizer_sha256)
     rows += await scored(api, base, top_k, [_group(lesson) for lesson in again], tokenizer_sha256)
     return [
         msgspec.structs.replace(
             row, teacher=teacher, prompt_ids=lesson.prompt_ids, held_out=is_held_out(lesson.session)
         )
-        for row, lesson in zip(rows, [*content, *taught, *again], strict=True)
+        for row, lesson in zip(rows, [*standing, *taught, *again], strict=True)
     ], found
 
 
@@ -233,7 +237,7 @@ def lesson_of(session: str, turn: SessionTurn, codec: TextCodec, said_next: str 
         ids = (*codec.encode(codec.without_special(edited), False), *ended)
         return "edited", Lesson(session, turn.name, prompt, hinted, ids) if hinted else None
     if reward.value >= CONTENT and turn.finish_reason == "stop":
-        return "content", Lesson(session, turn.name, prompt, prompt, reply, is_content=True)
+        return "content", Lesson(session, turn.name, prompt, prompt, reply, as_it_stands=True)
     judged = any(signal.kind in ("next_message", "verdict") for signal in turn.signals)
     correction = said_next if judged else ""
     hinted = hinted_ids(codec, turn, correction) if correction and reward.value < CORRECTED else ()
@@ -286,7 +290,9 @@ async def _turns(api: HttpApi, session: str) -> list[SessionTurn]:
     return turns
 
 
-async def _written(api: HttpApi, teacher: str, lessons: Sequence[Lesson], longest: int, seed: int) -> list[Lesson]:
+async def _written(
+    api: HttpApi, teacher: str, lessons: Sequence[Lesson], longest: int, seed: int, drafts: int = 1
+) -> list[Lesson]:
     """The lessons with the teacher's own replies where they had none, left out if the teacher did not end them."""
     room = asyncio.Semaphore(AT_ONCE)
 
@@ -296,17 +302,37 @@ async def _written(api: HttpApi, teacher: str, lessons: Sequence[Lesson], longes
         most = min(lesson.most_tokens, longest - len(lesson.teacher_ids))
         if most < 1:
             return None
+        count = drafts if lesson.session else 1
         sampling: dict[str, Any] = {
-            "max_tokens": most, "temperature": TEMPERATURE, "seed": derived_seed(seed, at) % 2**31
+            "max_tokens": most, "temperature": TEMPERATURE, "seed": derived_seed(seed, at) % 2**31, "n": count
         }  # fmt: skip
         body = {"model": teacher, "token_ids": lesson.teacher_ids, "sampling_params": sampling}
         async with room:
-            (choice,) = (await api.call("POST", "/inference/v1/generate", _Written, body)).choices
-        whole = choice.finish_reason == "stop" or not lesson.session  # of a rehearsed reply the beginning is as good
-        return lesson._replace(reply_ids=tuple(choice.token_ids)) if whole else None
+            choices = (await api.call("POST", "/inference/v1/generate", _Written, body)).choices
+            # the beginning of a rehearsed reply is as good as the whole
+            replies = [tuple(each.token_ids) for each in choices if each.finish_reason == "stop" or not lesson.session]
+            if count > 1:
+                return await _likelier(api, teacher, lesson, sorted(set(replies)))
+        return lesson._replace(reply_ids=replies[0]) if replies else None
 
     done = await asyncio.gather(*(one(at, lesson) for at, lesson in enumerate(lessons)))
     return [lesson for lesson in done if lesson is not None and lesson.reply_ids]
+
+
+async def _likelier(api: HttpApi, teacher: str, lesson: Lesson, drafts: Sequence[tuple[int, ...]]) -> Lesson | None:
+    async def gain(draft: tuple[int, ...]) -> float:
+        prompts = lesson.teacher_ids, lesson.prompt_ids
+        corrected, plain = await asyncio.gather(*(logprob(api, teacher, prompt, draft) for prompt in prompts))
+        return corrected - plain
+
+    chosen = likelier(drafts, await asyncio.gather(*map(gain, drafts)))
+    return None if chosen is None else lesson._replace(reply_ids=chosen, as_it_stands=True)
+
+
+def likelier(drafts: Sequence[tuple[int, ...]], gains: Sequence[float]) -> tuple[int, ...] | None:
+    """The draft to which the correction adds most; None if it adds less than LEAST_GAIN to each."""
+    gain, draft = max(zip(gains, drafts, strict=True), default=(0.0, ()))
+    return draft if gain >= LEAST_GAIN else None
 
 
 def _group(lesson: Lesson) -> SampleGroup:

@@ -83,21 +83,35 @@ async def scored(
     return [task.result() for task in tasks]
 
 
+async def logprob(api: HttpApi, teacher: str, prompt_ids: Sequence[int], reply_ids: Sequence[int]) -> float:
+    """Log-probability of a whole reply by the teacher, in nats."""
+    tokens, _ = await _tokens(api, teacher, 1, prompt_ids, reply_ids)
+    return sum(token[str(id_)].logprob for token, id_ in zip(tokens, reply_ids, strict=True))
+
+
 async def _score(api: HttpApi, teacher: str, top_k: int, row: SampleGroup) -> tuple[ScoredRow, set[str]]:
     (sample,) = row.samples
-    ids = [*row.prompt_ids, *sample.completion_ids]
-    sampling: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": top_k, "temperature": 1.0, "seed": 0}
-    body = {"model": teacher, "token_ids": ids, "sampling_params": sampling}
-    answer = await api.call("POST", "/inference/v1/generate", _Answer, body)
-    tokens = (answer.prompt_logprobs or [])[len(row.prompt_ids) :]
-    if len(tokens) != len(sample.completion_ids) or any(token is None for token in tokens):
-        raise SetupError(f"{api.url} does not say how likely the teacher {teacher} takes each token of a prompt to be")
-    tops = [_top(token or {}) for token, counts in zip(tokens, sample.mask, strict=True) if counts]
+    tokens, spans = await _tokens(api, teacher, top_k, row.prompt_ids, sample.completion_ids)
+    tops = [_top(token) for token, counts in zip(tokens, sample.mask, strict=True) if counts]
     line = ScoredRow(
         teacher, row.prompt_ids, sample.completion_ids, sample.mask,
         tuple(ids for ids, _ in tops), tuple(logprobs for _, logprobs in tops), top_k=top_k,
     )  # fmt: skip
-    return line, {span.version for choice in answer.choices for span in choice.weight_versions}
+    return line, spans
+
+
+async def _tokens(
+    api: HttpApi, teacher: str, top_k: int, prompt_ids: Sequence[int], reply_ids: Sequence[int]
+) -> tuple[list[dict[str, _Token]], set[str]]:
+    """The likeliest tokens in place of each of a reply's, its own among them, and the versions that said so."""
+    sampling: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": top_k, "temperature": 1.0, "seed": 0}
+    body = {"model": teacher, "token_ids": [*prompt_ids, *reply_ids], "sampling_params": sampling}
+    answer = await api.call("POST", "/inference/v1/generate", _Answer, body)
+    said = (answer.prompt_logprobs or [])[len(prompt_ids) :]
+    tokens = [token for token in said if token is not None]
+    if len(said) != len(reply_ids) or len(tokens) != len(said):
+        raise SetupError(f"{api.url} does not say how likely the teacher {teacher} takes each token of a prompt to be")
+    return tokens, {span.version for choice in answer.choices for span in choice.weight_versions}
 
 
 def _top(tokens: dict[str, _Token]) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -1,0 +1,96 @@
+"""Attention in shapes of which MLX's fused kernels compute gradients on CUDA.
+
+There the backward pass is fused for multiples of 128 queries only; for others MLX computes all scores anew by plain
+operations, which takes as long as a layer's products, and so much memory that microbatches stay small. Booleans as a
+mask are made numbers for each head and layer anew. So attention gets an object in place of keys (`PaddedRead`), which
+fills the queries up and makes the numbers once for all heads and layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_model.device import on_cuda
+
+QUERIES = 128  # multiples of so many have a fused backward pass
+_LARGEST_HEAD = 128
+_CLOSE = 0.03  # of the largest number: how far gradients may be off in bfloat16
+
+
+class Masks:
+    """Masks of one forward pass as numbers; all layers ask for the same ones."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, mx.Dtype], tuple[mx.array, mx.array]] = {}
+
+    def numbers(self, mask: mx.array, more: int, dtype: mx.Dtype) -> mx.array:
+        """Numbers to add to scores: 0 where `mask` [..., L, positions] is true, and for `more` queries after it."""
+        key = id(mask), more, dtype
+        if key not in self._made:
+            added = mx.where(mask, 0.0, -mx.inf).astype(dtype)
+            added = mx.pad(added, [(0, 0)] * (mask.ndim - 2) + [(0, more), (0, 0)])
+            self._made[key] = mask, added
+        return self._made[key][1]
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedRead:
+    """The object that attention gets in place of keys."""
+
+    keys: mx.array
+    values: mx.array
+    masks: Masks
+
+    def attended(
+        self, fused: Callable[..., mx.array], queries: mx.array, scale: float, mask: Any, sinks: Any
+    ) -> mx.array:
+        """Output of MLX's attention `fused`, [B, heads, L, D]."""
+        count, size = queries.shape[2:]
+        if isinstance(mask, mx.array) and mask.dtype == mx.bool_ and size <= _LARGEST_HEAD and sinks is None:
+            more = -count % QUERIES
+            mask = self.masks.numbers(mask, more, queries.dtype)
+            queries = mx.pad(queries, [(0, 0), (0, 0), (0, more), (0, 0)]) if more else queries
+        return fused(queries, self.keys, self.values, scale=scale, mask=mask, sinks=sinks)[:, :, :count]
+
+
+@cache
+def is_right() -> bool:
+    """True if this GPU's gradients in such shapes agree with those of plain operations, by a trial; False elsewhere."""
+    if not on_cuda():
+        return False
+    try:
+        return _gradients_agree(mx.fast.scaled_dot_product_attention)
+    except Exception:  # a release of MLX or cuDNN that does not take such masks
+        return False
+
+
+def _gradients_agree(fused: Callable[..., mx.array]) -> bool:
+    rows, heads, kv_heads, count, positions, size = 2, 4, 2, 100, 164, 64
+    scale = size**-0.5
+    draw = [mx.random.normal((rows, n, of, size), key=mx.random.key(n * of)) for n, of in ((heads, count),)]
+    draw += [mx.random.normal((rows, kv_heads, positions, size), key=mx.random.key(at)) for at in (1, 2)]
+    inputs = [each.astype(mx.bfloat16) for each in draw]
+    first = mx.array([0, 7])[:, None, None, None]
+    seen = mx.arange(positions)
+    mask = (seen <= mx.arange(positions - count, positions)[:, None]) & (seen >= first)
+
+    def by_kernel(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        output = PaddedRead(keys, values, Masks()).attended(fused, queries, scale, mask, None)
+        return mx.square(output.astype(mx.float32)).sum()
+
+    def plainly(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        keys, values = (mx.repeat(each, heads // kv_heads, axis=1) for each in (keys, values))
+        scores = mx.where(mask, (queries * scale) @ keys.swapaxes(-1, -2), -mx.inf)
+        return mx.square(mx.softmax(scores, axis=-1) @ values).sum()
+
+    found = mx.grad(by_kernel, argnums=(0, 1, 2))(*inputs)
+    wanted = mx.grad(plainly, argnums=(0, 1, 2))(*(each.astype(mx.float32) for each in inputs))
+    return all(
+        bool((mx.max(mx.abs(one.astype(mx.float32) - other)) <= _CLOSE * mx.max(mx.abs(other))).item())
+        for one, other in zip(found, wanted, strict=True)
+    )
