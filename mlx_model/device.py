@@ -61,6 +61,14 @@ def gpu_bytes() -> int:
     return int(info.get("max_recommended_working_set_size") or info.get("total_memory") or 0)
 
 
+def gave_out(error: BaseException) -> bool:
+    """True if a GPU reports that it failed. What it was computing is undefined then, and so is all that comes after:
+    CUDA refuses every later call of the process, and a computation that lacked memory has left arrays without content.
+    """
+    said = str(error).lower()
+    return isinstance(error, RuntimeError) and said.startswith(("cuda", "cudnn", "cublas", "[metal] command buffer"))
+
+
 def described() -> dict[str, Any]:
     """The back end and its device, as MLX knows them, for people and for files of measurements."""
     info = {str(name): value for name, value in mx.device_info().items()}

@@ -23,7 +23,7 @@ import msgspec
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
-from mlx_model import cuda_graphs, memory
+from mlx_model import cuda_graphs, hub, memory
 from mlx_model.batching import check_batch
 from mlx_model.borrowed import is_borrowed, load_borrowed
 from mlx_model.collectives.ranks import Ranks, one_after_another, ranks_of
@@ -445,7 +445,7 @@ def model_folder(name: str) -> Path:
             f"no model folder {name!r}; a GGUF file and a name on the hub (mlx-community/...) will do, too"
         )
     try:
-        return Path(mlx_lm.utils._download(name))
+        return hub.fetch(name)
     except Exception as error:
         raise SetupError(f"cannot get {name!r} from the hub: {type(error).__name__}: {error}") from error
 

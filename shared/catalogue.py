@@ -22,8 +22,10 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127})?"
 MOST_ENTRIES = 1024
 MOST_ALIASES = 32  # of one entry
 LONGEST_SOURCE = 1024
+DRAFT = "draft-model"  # an option: name of another model of the catalogue, which drafts for this one
 # Flags of a worker that an entry may set: none that names a file, an address or code
 OPTIONS = (
+    DRAFT,
     "adapter-rank", "adapter-slots", "block-size", "dtype", "interactive-share", "kv-bits", "kv-group-size",
     "kv-memory-gb", "max-batch-size", "max-context", "max-kv-size", "num-speculative-tokens", "prefill-batch-size",
     "prefill-chunk", "prefix-cache-gb", "reasoning-format", "reserved-interactive-rows", "share-prompts", "spec-decode",

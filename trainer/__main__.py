@@ -51,6 +51,17 @@ def main(argv: list[str] | None = None) -> int:
     except ParallmError as error:
         print(f"mlx_parallm_train: {error}", file=sys.stderr)
         code = 2
+    except RuntimeError as error:
+        from mlx_model.device import gave_out  # mlx is imported by now, and must not be earlier
+
+        if not gave_out(error):
+            raise
+        print(
+            f"mlx_parallm_train: the GPU gave out: {error}. The last checkpoint counts: start the run again,",
+            file=sys.stderr,
+        )
+        print("with fewer processes on this GPU if it lacked memory.", file=sys.stderr)
+        code = 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("mlx_parallm_train: interrupted; the last checkpoint counts", file=sys.stderr)
         code = 130

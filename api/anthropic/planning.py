@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 from pydantic import ValidationError
@@ -11,12 +10,12 @@ from api.anthropic.body import MessagesRequest, PromptedFields
 from api.anthropic.turns import places_of_images
 from api.callers.fair_pool import aside
 from api.generation.choice import RequestPlan
-from api.generation.named_images import Keep, read_images
+from api.generation.named_images import Keep
 from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import named_images, prepare
+from api.openai.chat import named_images, prepare_seen
 from api.ring.ring import Ring
 from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.sequences import ModelCard
@@ -24,9 +23,8 @@ from shared.text.codec import TextCodec
 from shared.text.languages.grammars import can_bound
 from shared.text.languages.language import language_of
 
-B = TypeVar("B", bound=PromptedFields)
-
 NAMES = {  # of a chat's fields -> ours
+    "messages.tool.image": "messages.tool_result.image",
     "prompt": "messages",
     "continue_final_message": "messages",
     "response_format": "output_config.format",
@@ -34,14 +32,6 @@ NAMES = {  # of a chat's fields -> ours
     "parallel_tool_calls": "tool_choice",
     "stop": "stop_sequences",
 }
-
-
-def seen_by(body: B, card: ModelCard) -> tuple[B, list[str]]:
-    """A request as a model sees it, and what of it the model does not see, for the answer's header."""
-    seen = body.messages if card.vision is not None else [turn.in_words() for turn in body.messages]
-    if all(new is old for new, old in zip(seen, body.messages, strict=True)):
-        return body, []
-    return body.model_copy(update={"messages": seen}), ["messages.tool_result.image"]
 
 
 async def chat_of(body: PromptedFields, codec: TextCodec, *, long: bool) -> ChatCompletionRequest:
@@ -69,11 +59,13 @@ async def prepare_message(
     keep: Keep | None = None,
 ) -> PreparedRequest:
     """The prompt and all that goes with it. `keep`: who takes the bytes of its images; None: the tenant's."""
-    places = zip(named_images(chat.messages), places_of_images(body.messages), strict=True)
-    images = await read_images(ring, card, [image._replace(where=where) for image, where in places], keep)
+    named = (image.where for image in named_images(chat.messages))
+    places = dict(zip(named, places_of_images(body.messages), strict=True))
     try:
-        return await prepare(codec, chat, ring.settings, images=images)
+        return await prepare_seen(ring, card, codec, chat, keep=keep, places=places)
     except InvalidRequestError as error:
+        if error.param in places.values():  # of an image, named as the client has it
+            raise
         raise _renamed(error) from None
 
 

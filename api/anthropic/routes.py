@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.message import PING, MessageWriter, lines, to_bytes
-from api.anthropic.planning import NAMES, chat_of, plan_message, prepare_message, seen_by
+from api.anthropic.planning import NAMES, chat_of, plan_message, prepare_message
 from api.generation.running import SILENCE_S, Generation, by_choice, gather_all
 from api.generation.target import find_job_target, target_of
 from api.http.anthropic_errors import AnthropicError, anthropic_error
@@ -54,10 +54,9 @@ async def create_message(body: MessagesRequest, request: Request, ring: TheRing)
     target = await target_of(ring, body, request, split=True)
     ring = target.ring
     codec = target.served.codec
-    body, unseen = seen_by(body, target.served.card)
     chat = await chat_of(body, codec, long=len(await request.body()) > LONG_BYTES)
     planned = await plan_message(ring, body, chat, target)
-    unused = [*unseen, *(NAMES.get(name, name) for name in unused_hints(chat, codec))]
+    unused = [NAMES.get(name, name) for name in unused_hints(chat, codec, target.served.card)]
     unused += body.unused(codec.bundle.chat_template, bounded=chat.max_reasoning_tokens is not None)
     fills_context = planned.sequences.template.sampling.max_tokens < body.max_tokens
     writer = MessageWriter(body, planned, codec, fills_context=fills_context)
@@ -81,7 +80,6 @@ async def count_tokens(body: CountRequest, request: Request, ring: TheRing) -> T
     target = await find_job_target(ring, body.model, body.adapter or body.lora_adapter or "", "follow")
     ring = target.ring
     codec = await ring.codecs.codec(target.card)
-    body, _ = seen_by(body, target.card)
     chat = await chat_of(body, codec, long=len(await request.body()) > LONG_BYTES)
     prepared = await prepare_message(ring, target.card, codec, body, chat, _unkept)
     return TokenCount(input_tokens=len(prepared.prompts[0]))

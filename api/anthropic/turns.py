@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, WithJsonSchema, model_validator
 
-from api.http.content import UNSEEN_IMAGE
 from api.http.fields import HistoryModel, Off, RequestModel, complaint
 from api.openai.tools import by_type, known_type
 from shared.errors import InvalidRequestError
@@ -175,16 +174,6 @@ class ToolResultBlock(HistoryModel):
     content: Annotated[list[ResultPart], BeforeValidator(_parts), _ONE_OR_MANY] | None = None
     is_error: bool | None = None
 
-    def in_words(self) -> "ToolResultBlock":
-        """The same for a model that sees no images; itself without one. A client's tool may bring one to any model."""
-        if not any(isinstance(part, ImageBlock) for part in self.content or ()):
-            return self
-        content = [_UNSEEN if isinstance(part, ImageBlock) else part for part in self.content or ()]
-        return self.model_copy(update={"content": content})
-
-
-_UNSEEN = TextBlock(type="text", text=UNSEEN_IMAGE)
-
 
 Block = Annotated[
     Annotated[
@@ -228,12 +217,6 @@ class MessageTurn(HistoryModel):
             for part in parts:
                 if isinstance(part, LeftOutBlock) or (isinstance(part, DocumentBlock) and not part.is_read):
                     yield f"messages.{part.type}"
-
-    def in_words(self) -> "MessageTurn":
-        """The same with words for the images of tool results; itself without one."""
-        content = [block.in_words() if isinstance(block, ToolResultBlock) else block for block in self.content]
-        same = all(new is old for new, old in zip(content, self.content, strict=True))
-        return self if same else self.model_copy(update={"content": content})
 
 
 def check_last(turns: Sequence[MessageTurn]) -> None:
@@ -280,9 +263,7 @@ class ChatWriter:
         if turn.role == "assistant":
             self._add_answer(turn.content)
             return
-        role = turn.role
         said: list[Part] = []
-        brought: list[Part] = []  # images of results, which the user shows after them: those of tools are text alone
         for block in turn.content:
             if isinstance(block, TextBlock | DocumentBlock):
                 said.append(block.text)
@@ -290,12 +271,11 @@ class ChatWriter:
                 said.append(block.part())
             elif isinstance(block, ToolResultBlock):
                 if said:
-                    self._say(role, [*brought, *said])
-                    brought, said = [], []
+                    self._say(turn.role, said)
+                    said = []
                 self.chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": self._result(block)})
-                brought += [part.part() for part in block.content or () if isinstance(part, ImageBlock)]
-        if brought or said or not turn.content:
-            self._say(role, [*brought, *said])
+        if said or not turn.content:
+            self._say(turn.role, said)
 
     def _say(self, role: str, parts: list[Part]) -> None:
         if self.chat and self.chat[-1]["role"] == role:
@@ -305,12 +285,17 @@ class ChatWriter:
             return
         self.chat.append({"role": role, "content": _content(parts)})
 
-    def _result(self, block: ToolResultBlock) -> str:
-        parts = [part for part in block.content or () if not isinstance(part, ImageBlock)]
-        text = "\n".join(
-            self._definition(part) if isinstance(part, ToolReferenceBlock) else part.text for part in parts
-        )
-        return f"Error: {text}" if block.is_error else text
+    def _result(self, block: ToolResultBlock) -> Any:
+        parts = [self._shown(part) for part in block.content or ()]
+        if not block.is_error:
+            return _content(parts)
+        begun = isinstance(parts[0], str) if parts else False
+        return _content([f"Error: {parts[0]}", *parts[1:]] if begun else ["Error: ", *parts])
+
+    def _shown(self, part: ResultPart) -> Part:
+        if isinstance(part, ImageBlock):
+            return part.part()
+        return self._definition(part) if isinstance(part, ToolReferenceBlock) else part.text
 
     def _definition(self, found: ToolReferenceBlock) -> str:
         """Definition of a tool that was found later. It stands here and not among the others, so that the prompt before

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from api.anthropic.body import MessagesRequest
 from api.anthropic.message import SHOWN_FIELDS, MessageWriter
-from api.anthropic.planning import chat_of, plan_message, seen_by
+from api.anthropic.planning import chat_of, plan_message
 from api.batches.shapes import MESSAGES, LineShape, shape_of
 from api.callers.fair_pool import aside
 from api.generation.choice import RequestPlan, stored_plan
@@ -25,9 +25,9 @@ from api.generation.target import Target
 from api.http.bodies import LONG_BYTES
 from api.http.errors import from_validation
 from api.http.limits import IMAGES, check_shape, check_without_images
-from api.openai import chat, completions
+from api.openai import completions
 from api.openai.bodies import ChatCompletionRequest, CompletionRequest
-from api.openai.chat import images_of
+from api.openai.chat import prepare_seen
 from api.openai.embeddings import EmbeddingRequest, embeddings_answer, plan_embeddings
 from api.openai.replies import whole_body
 from api.openai.responses.body import ResponseRequest
@@ -173,9 +173,7 @@ async def _valid(model: type[M], line: BatchLine) -> M:
 async def _plan_chat(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(ChatCompletionRequest, line)
     _check_sampled(body, body.top_logprobs)
-    body, _ = chat.seen_by(body, target.served.card)
-    images = await images_of(ring, target.served.card, body.messages, keep)
-    prepared = await chat.prepare(target.served.codec, body, ring.settings, images=images)
+    prepared = await prepare_seen(ring, target.served.card, target.served.codec, body, keep=keep)
     return _planned_inputs(line, await plan(ring, body, target, prepared))
 
 
@@ -208,7 +206,6 @@ async def _plan_response(ring: Ring, line: BatchLine, target: Target, keep: Keep
 async def _plan_message(ring: Ring, line: BatchLine, target: Target, keep: Keep) -> list[JobInput]:
     body = await _valid(MessagesRequest, line)
     _check_whole(streamed=bool(body.stream))
-    body, _ = seen_by(body, target.served.card)
     chat = await chat_of(body, target.served.codec, long=line.size > LONG_BYTES)
     planned = await plan_message(ring, body, chat, target, keep)
     asked = body.model_dump(mode="json", by_alias=True, exclude_none=True, include=SHOWN_FIELDS)

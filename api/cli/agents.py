@@ -12,6 +12,7 @@ from typing import Any
 
 PROVIDER = "parallm"
 NO_KEY = "none"  # some agents refuse to start without any
+PATIENCE_S = 1800  # that an agent waits for the next token: some give up after two minutes, and begin anew
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def _claude(served: Served, folder: Path) -> Setup:
         **dict.fromkeys(models, served.model),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.answer),
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
+        **dict.fromkeys(("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"), str(1000 * PATIENCE_S)),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     if served.context >= _LEAST_WINDOW:
@@ -83,6 +85,7 @@ def _codex(served: Served, folder: Path) -> Setup:
         "base_url": served.openai_url,
         "env_key": "PARALLM_AGENT_KEY",
         "wire_api": "responses",
+        "stream_idle_timeout_ms": 1000 * PATIENCE_S,
     }
     lines = [
         f"model = {json.dumps(served.model)}",
@@ -108,7 +111,11 @@ def _opencode(served: Served, folder: Path) -> Setup:
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "ParaLLM",
-        "options": {"baseURL": served.openai_url, "apiKey": served.key},
+        "options": {
+            "baseURL": served.openai_url,
+            "apiKey": served.key,
+            **dict.fromkeys(("timeout", "headerTimeout", "chunkTimeout"), 1000 * PATIENCE_S),
+        },
         "models": {served.model: model},
     }
     named = f"{PROVIDER}/{served.model}"
@@ -128,7 +135,8 @@ def _aider(served: Served, folder: Path) -> Setup:
         "mode": "chat",
     }
     named = f"openai/{served.model}"
-    arguments = ("--model", named, "--weak-model", named, "--model-metadata-file", str(folder / "models.json"))
+    files = ("--model-metadata-file", str(folder / "models.json"))
+    arguments = ("--model", named, "--weak-model", named, "--timeout", str(PATIENCE_S), *files)
     return Setup(
         environment={
             "OPENAI_API_BASE": served.openai_url,
@@ -171,6 +179,7 @@ def _qwen(served: Served, folder: Path) -> Setup:
             "name": served.model,
             "generationConfig": {
                 "contextWindowSize": served.context,
+                **dict.fromkeys(("timeout", "streamIdleTimeoutMs"), 1000 * PATIENCE_S),
                 "samplingParams": {"max_tokens": served.answer},
             },
         },

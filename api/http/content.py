@@ -6,8 +6,6 @@ from pydantic import Field, model_validator
 
 from api.http.fields import HistoryModel, complaint
 
-UNSEEN_IMAGE = "[an image, which you cannot see]"  # to a model that has no eyes, in place of what a tool has brought
-
 
 class ImageUrl(HistoryModel):
     """Where an image is: a `data:` URL, or `https:` of a host that the server may fetch from."""

@@ -21,7 +21,7 @@ from api.ollama.body import NAMES, ChatRequest, GenerateRequest
 from api.ollama.lines import Kind, LineWriter, loaded, to_line
 from api.ollama.turns import turn_starts
 from api.openai.bodies import ChatCompletionRequest, CompletionRequest
-from api.openai.chat import images_of, prepare, unused_hints, with_unused
+from api.openai.chat import prepare_seen, unused_hints, with_unused
 from api.openai.completions import prepare as prepare_completion
 from api.openai.fitting import fewest_left_out
 from api.openai.replies import stream_failure, written
@@ -108,26 +108,24 @@ async def _plan_chat(body: ChatRequest, target: Target, *, long: bool) -> Planne
     async def look(skipped: int) -> tuple[bool, tuple[ChatCompletionRequest, PreparedRequest]]:
         make = partial(body.chat, codec.bundle.chat_template, skipped)
         chat = await aside(make) if long else make()
-        images = await images_of(ring, card, chat.messages)
-        prepared = await prepare(codec, chat, ring.settings, images=images)
+        prepared = await prepare_seen(ring, card, codec, chat)
         return len(prepared.prompts[0]) <= most, (chat, prepared)
 
     last = len(turn_starts(body.messages)) - 1 if body.truncate is not False else 0
     made, prepared = await fewest_left_out(look, last)
-    return await _plan(body, made, prepared, target), unused_hints(made, codec)
+    return await _plan(body, made, prepared, target), unused_hints(made, codec, card)
 
 
 async def _plan_prompt(body: GenerateRequest, target: Target) -> Planned:
     """The plan of one turn, behind the context that it goes on from."""
-    ring, codec = target.ring, target.served.codec
+    ring, card, codec = target.ring, target.served.card, target.served.codec
     if body.raw:
         completion = body.completion()
         prepared = await prepare_completion(codec, completion, ring.settings)
         return await _plan(body, completion, _behind(body.context, prepared), target), []
     made = body.chat(codec.bundle.chat_template)
-    images = await images_of(ring, target.served.card, made.messages)
-    prepared = await prepare(codec, made, ring.settings, images=images)
-    return await _plan(body, made, _behind(body.context, prepared), target), unused_hints(made, codec)
+    prepared = await prepare_seen(ring, card, codec, made)
+    return await _plan(body, made, _behind(body.context, prepared), target), unused_hints(made, codec, card)
 
 
 def _behind(context: list[int] | None, prepared: PreparedRequest) -> PreparedRequest:

@@ -45,8 +45,8 @@ class OllamaMessage(HistoryModel):
 
     @model_validator(mode="after")
     def _seen_by_the_model(self) -> "OllamaMessage":
-        if self.images and self.role != "user":
-            raise complaint("images", "only a message of role 'user' has images")
+        if self.images and self.role not in ("user", "tool"):
+            raise complaint("images", "only a message of role 'user' or 'tool' has images")
         return self
 
 

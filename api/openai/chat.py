@@ -1,8 +1,8 @@
 """POST /v1/chat/completions: messages through the model's chat template, then as any completion."""
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -12,9 +12,8 @@ from api.generation.plan import PreparedRequest, encoded, plan
 from api.generation.structured import grammar_of_format, grammar_of_outputs
 from api.generation.target import target_of
 from api.http.bodies import BodyRoute
-from api.http.content import UNSEEN_IMAGE, MessagePart
 from api.http.errors import error_responses
-from api.openai.bodies import ChatCompletionRequest, ChatMessage
+from api.openai.bodies import ChatCompletionRequest, ChatFields, ChatMessage
 from api.openai.conversations import conversation, plain
 from api.openai.replies import reply
 from api.openai.tools import ToolUse, left_out_of, served
@@ -26,6 +25,7 @@ from shared.text.codec import TextCodec
 from shared.text.languages.language import language_of
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
+F = TypeVar("F", bound=ChatFields)
 
 UNUSED_HEADER = "x-parallm-unused-parameters"
 MAX_NAMES, MAX_NAME = 32, 128  # in that header: schemas may have any number of parts, of any length
@@ -43,39 +43,52 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     target = await target_of(ring, body, request, split=True)
     ring = target.ring
     codec = target.served.codec
-    body, unseen = seen_by(body, target.served.card)
-    images = await images_of(ring, target.served.card, body.messages)
-    prepared = await prepare(codec, body, ring.settings, images=images)
+    prepared = await prepare_seen(ring, target.served.card, codec, body)
     planned = await plan(ring, body, target, prepared)
     response = await reply(ring, codec, planned, bool(body.stream))
-    return with_unused(response, [*unseen, *unused_hints(body, codec)])
+    return with_unused(response, unused_hints(body, codec, target.served.card))
 
 
-def seen_by(body: ChatCompletionRequest, card: ModelCard) -> tuple[ChatCompletionRequest, list[str]]:
-    """A chat as the model sees it, and what of it the model does not see, for the answer's header.
-
-    Images that tools have brought are shown by the user after the results, since templates know no others; where the
-    model sees none, words stand for them.
-    """
-    if not any(message.role == "tool" and message.has_images for message in body.messages):
-        return body, []
-    shown: list[ChatMessage] = []
-    brought: list[MessagePart] = []
+def in_words(body: F, card: ModelCard) -> F:
+    """A chat with words for the images that tools have brought, if the model sees none: a tool may bring one to any
+    model. Images that the user shows stay, and are refused there."""
+    if not unseen_images(body, card):
+        return body
+    shown = []
     for message in body.messages:
-        if brought and message.role != "tool":
-            shown.append(ChatMessage(role="user", content=brought))
-            brought = []
         if message.role == "tool" and isinstance(message.content, list):
-            parts = [part if part.type == "text" or card.vision is not None else _UNSEEN for part in message.content]
-            brought = brought + [part for part in parts if part.type != "text"]
-            message = message.model_copy(update={"content": [part for part in parts if part.type == "text"]})
+            words = [part.text if part.type == "text" else UNSEEN_IMAGE for part in message.content]
+            message = message.model_copy(update={"content": "\n".join(words)})
         shown.append(message)
-    if brought:
-        shown.append(ChatMessage(role="user", content=brought))
-    return body.model_copy(update={"messages": shown}), [] if card.vision is not None else ["messages.tool.image"]
+    return body.model_copy(update={"messages": shown})
 
 
-_UNSEEN = MessagePart(type="text", text=UNSEEN_IMAGE)
+def unseen_images(body: ChatFields, card: ModelCard) -> list[str]:
+    """Name of the images of tools that the model does not see, as the answer's header has it; [] without any."""
+    unseen = card.vision is None and any(each.role == "tool" and each.has_images for each in body.messages)
+    return ["messages.tool.image"] if unseen else []
+
+
+UNSEEN_IMAGE = "[an image, which you cannot see]"
+_NOWHERE: Mapping[str, str] = {}
+
+
+async def prepare_seen(
+    ring: Ring,
+    card: ModelCard,
+    codec: TextCodec,
+    body: ChatCompletionRequest,
+    begun: Sequence[int] = (),
+    keep: Keep | None = None,
+    places: Mapping[str, str] = _NOWHERE,
+) -> PreparedRequest:
+    """The chat as the model gets it, with its images read, checked and kept as `read_images` does.
+
+    `begun` as in `conversation`. `places`: of images by their place in this chat, where the client has put them.
+    """
+    body = in_words(body, card)
+    named = [image._replace(where=places.get(image.where, image.where)) for image in named_images(body.messages)]
+    return await prepare(codec, body, ring.settings, begun, await read_images(ring, card, named, keep))
 
 
 async def prepare(
@@ -113,13 +126,6 @@ async def prepare(
     )
 
 
-async def images_of(
-    ring: Ring, card: ModelCard, messages: Sequence[ChatMessage], keep: Keep | None = None
-) -> ChatImages | None:
-    """Read, check and keep the images of a chat, as `read_images` does."""
-    return await read_images(ring, card, list(named_images(messages)), keep)
-
-
 def named_images(messages: Sequence[ChatMessage]) -> Iterator[NamedImage]:
     """The images of messages, in order."""
     for at, message in enumerate(messages):
@@ -138,11 +144,12 @@ def _hints(body: ChatCompletionRequest, codec: TextCodec) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def unused_hints(body: ChatCompletionRequest, codec: TextCodec) -> list[str]:
-    """Hints that the model's template does not know, a budget of reasoning for a model without any, tools that are
-    not served, and parts of tools' schemas that no grammar can enforce."""
+def unused_hints(body: ChatCompletionRequest, codec: TextCodec, card: ModelCard) -> list[str]:
+    """Images of tools that the model does not see, hints that its template does not know, a budget of reasoning for a
+    model without any, tools that are not served, and parts of tools' schemas that no grammar can enforce."""
     asked = sorted(_hints(body, codec).items() - _NO_HINT)
-    unused = [name for name, _ in asked if name not in codec.bundle.chat_template]
+    unused = unseen_images(body, card)
+    unused += [name for name, _ in asked if name not in codec.bundle.chat_template]
     if body.max_reasoning_tokens is not None and language_of(codec).reasoning is None:
         unused.append("max_reasoning_tokens")
     enforced = body.tool_choice not in (None, "none", "auto") or any(

@@ -5,6 +5,7 @@ refuse or not show what was said, messages are changed:
 
 - Several system messages at the beginning become one. A later one is said by the user, in one turn with
   what the user says there, since such templates want turns to alternate; after a tool's result it is a part of that.
+- Images that tools have brought are shown by the user after the results, for any template.
 - Ids of calls become nine letters and digits (Mistral), the same ones for the same id.
 - A message with several calls becomes several, each with its result (Llama 3, GPT-OSS).
 - Arguments of calls become JSON text (DeepSeek V3.1).
@@ -129,6 +130,8 @@ def _result(name: str, content: str) -> Message:
 
 def fitted(messages: list[Message], codec: TextCodec) -> list[Message]:
     """Messages as the model's template takes them."""
+    if any(message["role"] == "tool" and isinstance(message["content"], list) for message in messages):
+        messages = _with_images_after_results(messages)
     if any(message["role"] == "system" for message in messages[1:]):
         demands = Demands.of(codec)
         if demands.one_system_first:
@@ -147,6 +150,23 @@ def fitted(messages: list[Message], codec: TextCodec) -> list[Message]:
         return messages
     field = Demands.of(codec).thought_field
     return messages if field == "reasoning_content" else [_with_thought_in(field, message) for message in messages]
+
+
+def _with_images_after_results(messages: list[Message]) -> list[Message]:
+    shown: list[Message] = []
+    brought: list[dict[str, Any]] = []
+    for message in messages:
+        content, role = message["content"], message["role"]
+        if role == "tool" and isinstance(content, list):
+            brought = brought + [part for part in content if part["type"] != "text"]
+            message = {**message, "content": "\n".join(part["text"] for part in content if part["type"] == "text")}
+        elif role == "user" and brought:
+            message, brought = {**message, "content": _joined(brought, content)}, []
+        elif role != "tool" and brought:
+            shown.append({"role": "user", "content": brought})
+            brought = []
+        shown.append(message)
+    return [*shown, {"role": "user", "content": brought}] if brought else shown
 
 
 def _with_one_beginning(messages: list[Message]) -> list[Message]:

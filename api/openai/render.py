@@ -13,7 +13,7 @@ from api.generation.target import target_of
 from api.http.bodies import BodyRoute
 from api.http.errors import error_responses, json_reply
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import prepare
+from api.openai.chat import in_words, prepare, unused_hints, with_unused
 from api.ring.ring import TheRing
 from shared.errors import UnsupportedParameterError
 
@@ -38,7 +38,8 @@ async def render_chat(body: ChatCompletionRequest, request: Request, ring: TheRi
     """The whole of a request's checks, without a worker."""
     target = await target_of(ring, body, request)
     ring = target.ring
-    prepared = await prepare(target.served.codec, body, ring.settings)
+    codec, card = target.served.codec, target.served.card
+    prepared = await prepare(codec, in_words(body, card), ring.settings)
     if prepared.grammar:
         raise UnsupportedParameterError(
             "a constrained answer cannot be rendered: ask for it as it is", param=prepared.grammar_param
@@ -48,7 +49,7 @@ async def render_chat(body: ChatCompletionRequest, request: Request, ring: TheRi
     sampling: dict[str, Any] = {**given, "max_tokens": sequences.template.sampling.max_tokens}
     if body.logprobs:
         sampling["logprobs"] = body.top_logprobs or 0
-    return json_reply(
+    reply = json_reply(
         {
             "request_id": body.request_id or sequences.id,
             "model": body.model or sequences.template.model,
@@ -57,3 +58,4 @@ async def render_chat(body: ChatCompletionRequest, request: Request, ring: TheRi
             "stream": bool(body.stream),
         }
     )
+    return with_unused(reply, unused_hints(body, codec, card))

@@ -16,8 +16,9 @@ from api.http.bodies import BodyRoute
 from api.http.errors import error_responses
 from api.http.fields import Off, RequestModel, complaint
 from api.openai.bodies import ChatFields, ChatMessage
+from api.openai.chat import in_words, unseen_images, with_unused
 from api.openai.conversations import encoded_chat
-from api.openai.tools import Tools, ToolUse
+from api.openai.tools import ChatTools, ToolUse, left_out_of
 from api.ring.ring import TheRing
 from shared.sequences import vocabulary_error
 from shared.text.codec import TextCodec
@@ -36,7 +37,7 @@ class TokenizeRequest(ChatFields):
     model: str | None = Field(default=None, description="may be left out when only one model is served")
     prompt: str | None = None
     messages: list[ChatMessage] = Field(default_factory=list)
-    tools: Tools | None = Field(default=None, description="of a chat: the template shows them as for an answer")
+    tools: ChatTools | None = Field(default=None, description="of a chat: the template shows them as for an answer")
     return_token_strs: bool | None = Field(
         default=False, description="adds `token_strs`, as the vocabulary spells them"
     )
@@ -103,13 +104,14 @@ async def tokenize(body: TokenizeRequest, ring: TheRing) -> Response:
     if body.prompt is not None:
         (tokens,) = await encoded(codec, [body.prompt], body.add_special_tokens is not False)
     else:
-        tokens = await encoded_chat(codec, body, ToolUse.of(body.tools, None, None))
+        tokens = await encoded_chat(codec, in_words(body, target.card), ToolUse.of(body.tools, None, None))
     named = codec if body.return_token_strs else None
     if len(tokens) > LARGE_CHARS:
         shown = await aside(_shown, tokens, target.card.context_length, named)
     else:
         shown = _shown(tokens, target.card.context_length, named)
-    return Response(shown, media_type="application/json")
+    unused = [*unseen_images(body, target.card), *left_out_of(body.tools or (), codec)]
+    return with_unused(Response(shown, media_type="application/json"), unused)
 
 
 def _shown(tokens: list[int], context_length: int, named: TextCodec | None) -> bytes:

@@ -28,6 +28,12 @@ class HostSettings(BaseModel):
         description="folder for weights that other hosts of the ring have; with it this host fetches them there before "
         "it asks the hub, and gives its own models' weights to other hosts",
     )
+    weights_cache_gb: float = Field(
+        default=0,
+        ge=0,
+        description="size of that folder: new weights take the place of those used least recently that are not "
+        "loaded; 0: no bound, and nothing is removed",
+    )
     max_loaded_models: int = Field(
         default=0, ge=0, description="models that are in memory at once, at most; 0: as many as fit"
     )

@@ -8,10 +8,12 @@ Two oracles. `all` is everything that was asked for: no placement can serve more
 knowledge of the future: it evicts what is needed last, and loads what will be needed within 12 s. The optimum lies
 between them, or below `ahead` where that is worse than the rules without it. `roomy` is a ring whose machines hold
 every model that alone fits them, without loads: what is missing there is missing for lack of speed, not of memory.
-`--ablate` leaves out one rule after another.
+`--ablate` leaves out one rule after another. `--trace` takes arrivals and lengths from files of the form of Azure's LLM
+inference traces (github.com/Azure/AzurePublicDataset, CC-BY; Patel et al., Splitwise, ISCA 2024); none of them is here.
 """
 
 import argparse
+import csv
 import json
 import lzma
 import math
@@ -19,6 +21,8 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
 
 import msgspec
 
@@ -111,6 +115,21 @@ class Demand:
             for _ in range(self.random.randint(sequences // 2, sequences * 3 // 2)):
                 self.requests.append(Request(at, model, "batch", self._tokens(250), 300, deadline))
 
+    def trace(self, files: Sequence[Path], every: int) -> None:
+        """Every so many-th request of recorded traces, at its time and with its lengths; models by Zipf, in each file
+        by another order, since traces name none."""
+        for number, file in enumerate(files):
+            order = [*self.popular[7 * number :], *self.popular[: 7 * number]]
+            with file.open(newline="") as lines:
+                rows = list(csv.DictReader(lines))[::every]
+            first = min(map(_trace_ms, rows))
+            for row in rows:
+                (model,) = self.random.choices(order, self.zipf)
+                at, prompt = _trace_ms(row) - first, float(row["ContextTokens"])
+                self.requests.append(
+                    Request(at, model.name, "interactive", max(1.0, float(row["GeneratedTokens"])), prompt)
+                )
+
     def hurry(self) -> None:
         """Give interactive requests deadlines of 5 to 60 s."""
         for request in self.requests:
@@ -119,6 +138,10 @@ class Demand:
 
     def done(self) -> list[Request]:
         return sorted((each for each in self.requests if each.at_ms < self.end_ms), key=lambda each: each.at_ms)
+
+
+def _trace_ms(row: Mapping[str, str]) -> float:
+    return datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() * 1000
 
 
 def recorded_prompts() -> list[list[float]]:
@@ -285,7 +308,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30, help="of simulated time")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--ablate", action="store_true", help="leave out one rule after another")
+    parser.add_argument("--trace", type=Path, nargs="+", help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens")
+    parser.add_argument("--every", type=int, default=6, help="take one of so many requests of a trace")
     args = parser.parse_args(argv)
+    if args.trace:
+        SCENARIOS["trace"], args.scenario = lambda demand: demand.trace(args.trace, args.every), ["trace"]
     failed = False
     print(
         f"scenario    tok/s | roomy ahead | ours  {HEADER}" if not args.ablate else f"scenario rules | ours  {HEADER}"

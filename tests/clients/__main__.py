@@ -27,7 +27,7 @@ from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
 ALIASES = ("claude-*", "meta-llama/Llama-3.2-1B")  # names that a client insists on
 EYES = "tiny-vision"
 SCRIPTS = Path(__file__).parent / "scripts"
-TIMEOUT_S = 600
+TIMEOUT_S = 3600
 # Scripts whose client is not in requirements.txt: it is heavy, or its pins do not go with those of others.
 NEEDS = {
     "guidellm_load": "guidellm",

@@ -24,7 +24,7 @@ from tests.clients.recorder import recorder
 from tests.clients.scripted_model import DONE, MODEL, RIGHT, TASK, WRONG
 from tests.e2e.rings import Process, ring
 
-TIMEOUT_S = 900
+TIMEOUT_S, MODEL_TIMEOUT_S = 900, 3600  # the second with a real model, which reads 8,000 tokens of instructions
 MOST_TOKENS = 64  # of an answer of a real model
 ARGUMENTS = {
     "claude": ("-p", TASK, "--allowedTools", "Bash,Read,Edit"),
@@ -121,15 +121,15 @@ def run(
         launch = [sys.executable, "-m", "api.cli.main", "launch", name, "--url", url]
         launch += ["--model", MODEL] if model is None else ["--model", model.name, "--max-output", str(MOST_TOKENS)]
         launch += ["--", *ARGUMENTS[name]]
-        root = Path(__file__).parents[2]
+        root, timeout_s = Path(__file__).parents[2], TIMEOUT_S if model is None else MODEL_TIMEOUT_S
         try:
             done = subprocess.run(
                 launch, cwd=work, env={**surroundings, "PYTHONPATH": str(root)}, stdin=subprocess.DEVNULL,
-                capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+                capture_output=True, text=True, timeout=timeout_s, check=False,
             )  # fmt: skip
             output = done.stdout + done.stderr
         except subprocess.TimeoutExpired as error:
-            output = f"no end after {TIMEOUT_S} s\n{error.stdout}\n{error.stderr}"
+            output = f"no end after {timeout_s} s\n{error.stdout}\n{error.stderr}"
         edited = RIGHT in (work / "calc.py").read_text()
         if model is None:
             said = " ".join(output.split())

@@ -82,6 +82,55 @@ def test_images_of_any_turn_are_seen_and_low_detail_is_one_tile(client: OpenAI) 
     assert low < auto == high
 
 
+def test_an_image_of_a_tools_result_is_seen_in_every_protocol(client: OpenAI, served: Ring) -> None:
+    url, call = shown(7)["image_url"]["url"], {"id": "c", "name": "look"}
+    function = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages: list[Any] = [
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [function]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "a.png"}, shown(7)]},
+    ]
+    asked = {"model": MODEL, "max_tokens": 6, "temperature": 0, "extra_body": {"return_token_ids": True}}
+    answer = client.chat.completions.create(messages=messages, **asked)  # type: ignore[call-overload]
+    said = alone(whole_model("smolvlm"), tuple(answer.prompt_token_ids), [picture(7)], 6)
+    assert answer.choices[0].token_ids == said[: len(answer.choices[0].token_ids)]
+    text, length = answer.choices[0].message.content, answer.usage.prompt_tokens
+
+    messages[2]["content"][1] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(messages=messages, **asked)  # type: ignore[call-overload]
+    assert refused.value.param == "messages[2].content[1]", "where the client has put it"
+
+    def post(path: str, **body: Any) -> httpx.Response:
+        return httpx.post(served.url + path, json={"model": MODEL, **body}, timeout=HANG_S)
+
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "a.png"}, block(7)]}
+    use = [{"type": "text", "text": "I look."}, {"type": "tool_use", **call, "input": {}}]
+    turns = [messages[0], {"role": "assistant", "content": use}, {"role": "user", "content": [result]}]
+    message = post("/v1/messages", messages=turns, max_tokens=6, temperature=0)
+    output = [{"type": "input_text", "text": "a.png"}, {"type": "input_image", "image_url": url}]
+    items = [
+        messages[0],
+        {"role": "assistant", "content": "I look."},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": output},
+    ]
+    response = post("/v1/responses", input=items, max_output_tokens=16, temperature=0)
+    calls = [{"function": {"name": "look", "arguments": {}}}]
+    spoken = [
+        messages[0],
+        {"role": "assistant", "content": "I look.", "tool_calls": calls},
+        {"role": "tool", "content": "a.png", "images": [url], "tool_name": "look"},
+    ]
+    line = post("/api/chat", messages=spoken, stream=False, options={"num_predict": 6, "temperature": 0})
+    for each in (message, response, line):
+        assert each.status_code == 200, each.text
+    assert sum(message.json()["usage"][name] for name in INPUTS) == length
+    assert message.json()["content"][0]["text"] == line.json()["message"]["content"] == text
+    assert response.json()["usage"]["input_tokens"] == line.json()["prompt_eval_count"] == length
+    assert response.json()["output"][0]["content"][0]["text"].startswith(text)
+
+
 async def test_an_image_that_was_seen_is_not_encoded_again(client: OpenAI, served: Ring) -> None:
     for _ in range(3):
         ask(client, "Again?", shown(9), n=2)

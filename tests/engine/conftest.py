@@ -109,6 +109,7 @@ class SpiedModel:
         self.layers = inner.layers
         self.fed: list[int] = []
         self.fails: Callable[[mx.array], bool] = lambda tokens_BL: False
+        self.error = "out of memory"
 
     @classmethod
     def inside(cls, bench: Bench) -> Self:
@@ -119,7 +120,7 @@ class SpiedModel:
     def __call__(self, tokens_BL: mx.array, cache: list[Any]) -> mx.array:
         self.fed.append(tokens_BL.size)
         if self.fails(tokens_BL):
-            raise RuntimeError("out of memory")
+            raise RuntimeError(self.error)
         logits: mx.array = self.inner(tokens_BL, cache=cache)
         return logits
 

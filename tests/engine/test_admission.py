@@ -211,6 +211,24 @@ def test_an_engine_that_keeps_failing_gives_up(bench: Bench) -> None:
             bench.run()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "cudaMallocAsync(&data, size, stream) failed: out of memory",
+        "[METAL] Command buffer execution failed: Caused GPU Timeout Error",
+    ],
+)
+def test_an_engine_whose_gpu_gives_out_ends_no_row_and_computes_nothing_more(bench: Bench, error: str) -> None:
+    spy = SpiedModel.inside(bench)
+    bench.submit(spec("s", [1, 2, 3]))
+    bench.until(lambda: len(bench.tokens("s")) == 2)
+    spy.error, spy.fails = error, lambda tokens_BL: True
+    with pytest.raises(RuntimeError, match="failed"):
+        bench.run()
+    assert len(bench.tokens("s")) == 2
+    assert bench.events["s"][-1].finish is None
+
+
 def test_interactive_sequences_wait_before_batch_ones(llama: LoadedModel) -> None:
     bench = Bench(llama, max_rows=1)
     batch = [msgspec.structs.replace(spec(f"b{i}", [1]), sequence_class="batch") for i in range(3)]

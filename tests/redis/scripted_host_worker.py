@@ -2,7 +2,7 @@
 
 `answer.json` is the line that describes the model, unless `deadly` ends the first process that looks; `serves` is what
 it does once it is to serve: `ready` (until it is ended; also without the file), `refuses`, `dies` (before it is ready),
-`dies later` (once `serves` says so).
+`dies later` (once `serves` says so), `loads` (for ever).
 """
 
 import json
@@ -42,8 +42,12 @@ def main() -> None:
     folder = Path(settings["PARALLM_MODEL"])
     serves = (folder / "serves").read_text() if (folder / "serves").exists() else "ready"  # no file that hosts give
     with (folder / "starts").open("a") as starts:
-        starts.write(f"{settings['PARALLM_MEMORY_LIMIT']} {settings['PARALLM_SERVED_MODEL_NAME']} {os.getpid()}\n")
+        draft = settings.get("PARALLM_DRAFT_MODEL_PATH", "")
+        name = settings["PARALLM_SERVED_MODEL_NAME"]
+        starts.write(f"{settings['PARALLM_MEMORY_LIMIT']} {name} {os.getpid()} {draft}\n")
     say('{"progress": 0.5}')
+    if serves == "loads":
+        sys.stdin.read()
     if serves == "dies":
         os._exit(7)
     if serves == "refuses":

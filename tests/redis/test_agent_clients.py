@@ -255,6 +255,10 @@ async def test_a_tool_of_a_type_that_is_not_served_is_named_and_a_choice_of_it_r
         named = answer.headers["x-parallm-unused-parameters"].split(", ")
         assert {f"tools.{tool['type']}" for tool in tools if tool is not own} <= set(named)
         assert "search" not in prompt(worker)
+        if protocol == "chats":
+            counted = await server.post("/tokenize", {**body, "tools": tools})
+            assert counted.headers[UNUSED_HEADER] == answer.headers[UNUSED_HEADER]
+            assert counted.json()["tokens"] == list(worker.specs[-1].prompt_ids)
     for choice in choices:
         refused = await server.post(path, {**body, "tools": [HOSTED], "tool_choice": choice})
         assert refused.status_code == 400

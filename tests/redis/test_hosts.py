@@ -91,7 +91,7 @@ async def hosting(redis: Redis, redis_url: str, *models: Path, **settings: objec
 
 
 def starts(folder: Path) -> list[list[str]]:
-    """Memory limit, name and process id of each worker that a model has had."""
+    """Memory limit, name, process id and draft model, if any, of each worker that a model has had."""
     return [line.split() for line in (folder / "starts").read_text().splitlines()]
 
 
@@ -157,6 +157,26 @@ async def test_a_load_that_fails_says_why(redis: Redis, redis_url: str, tmp_path
         assert status is not None and status.free_bytes == 10 * GB, "it takes no memory"
         await ring.ask("b")
         await wait_until(ring.becomes(a="failed", b="ready"))
+        (tmp_path / "a" / "serves").write_text("ready")
+        await SequenceQueue(redis, "b").cancel(["s"])
+        await ring.store.order("load", "a")  # it need not wait
+        await wait_until(ring.becomes(a="ready"))
+
+
+async def test_a_load_ends_when_its_model_is_unloaded_or_removed(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    a = model(tmp_path, "a", "loads")
+    async with hosting(redis, redis_url, a, model(tmp_path, "b")) as ring:
+        await wait_until(ring.becomes(a="loading"))
+        await wait_until((a / "starts").exists)
+        await ring.store.order("unload", "a")
+        await wait_until(ring.becomes())
+        await wait_until(lambda: _no_orders(ring))
+        await ring.store.order("load", "a")
+        await wait_until(ring.becomes(a="loading"))
+        await ring.store.remove("a")
+        await wait_until(ring.becomes())
+        await wait_until(lambda: _no_lease(ring))
+        assert not any(lives(each[2]) for each in starts(a))
 
 
 async def test_a_worker_that_dies_is_replaced_unless_it_has_lived_shortly(
@@ -197,10 +217,12 @@ async def test_models_of_the_catalogue_are_offered_where_their_files_are(
         await store.put(CatalogueEntry("others", str(model(opened, "others")), sha256="0" * 64))
         await store.put(CatalogueEntry("group", str(model(opened, "group")), ranks=2))
         await store.put(CatalogueEntry("hub", "an-org/a-model"))
+        await store.put(CatalogueEntry("drafted", str(model(opened, "drafted")), options={"draft-model": "here"}))
+        await store.put(CatalogueEntry("alone", str(model(opened, "alone")), options={"draft-model": "closed"}))
 
         async def offered() -> bool:
             status = await ring.status()
-            return status is not None and status.offers == {"a": 2 * GB, "here": 2 * GB, "hub": 0}
+            return status is not None and status.offers == {"a": 2 * GB, "here": 2 * GB, "drafted": 2 * GB, "hub": 0}
 
         await wait_until(offered)
         refused: dict[str, str] = {}
@@ -208,13 +230,17 @@ async def test_models_of_the_catalogue_are_offered_where_their_files_are(
         async def says_why() -> bool:
             status = await ring.status()
             refused.update({} if status is None else status.refuses)
-            return set(refused) == {"closed", "elsewhere", "linked", "wrong", "others"}
+            return set(refused) == {"closed", "elsewhere", "linked", "wrong", "others", "alone"}
 
         await wait_until(says_why)
         assert "--catalogue-folders" in refused["closed"] and refused["closed"] == refused["elsewhere"]
         assert refused["wrong"] == "no config.json" and "0" * 64 in refused["others"]
+        assert "'closed'" in refused["alone"]
         await store.remove("a")
         await wait_until(ring.becomes())
+        await store.order("load", "drafted")
+        await wait_until(ring.becomes(drafted="ready"))
+        assert starts(opened / "drafted")[0][3] == str(opened / "here")
 
 
 async def test_a_host_sees_when_a_folder_is_gone_or_mended(redis: Redis, redis_url: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Weights from another host of the ring: what is given, what is believed, and what of it is here after a fault."""
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -91,6 +92,20 @@ async def test_what_was_cut_off_is_continued(
     assert 0 < giving.bytes - before < len(WEIGHTS) - 40_000
     stored = made.stored(SHA256)
     assert stored is not None and (stored / "model.safetensors").read_bytes() == WEIGHTS
+
+
+async def test_weights_that_were_used_least_recently_leave_a_full_folder(tmp_path: Path, giving: WeightGiver) -> None:
+    made = WeightTaker(tmp_path / "weights", lambda: b"s" * 32, 290_000)
+    held, old, new, foreign = (tmp_path / "weights" / name for name in ("01" * 32, "02" * 32, "03" * 32, "notes"))
+    for at, path in enumerate((held, old, new, foreign)):
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(WEIGHTS[:60_000])
+        os.utime(path, (at, at))
+    made.note_use(old.name)
+    why = await made.take(ASK, {"mini": f"127.0.0.1:{ports[giving]}"}, lambda progress: None, {held.name})
+    assert why == "" and {path for path in (held, old, new, foreign) if path.exists()} == {held, old, foreign}
+    small = WeightTaker(tmp_path / "small", lambda: b"s" * 32, 50_000)
+    assert "--weights-cache-gb" in await small.take(ASK, {"mini": f"127.0.0.1:{ports[giving]}"}, lambda progress: None)
 
 
 async def test_other_weights_and_strangers_get_nothing(tmp_path: Path, giving: WeightGiver) -> None:

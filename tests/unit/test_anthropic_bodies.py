@@ -295,7 +295,7 @@ def test_omitted_thinking_leaves_a_block_without_its_text() -> None:
     assert [event["delta"]["type"] for event in events if "delta" in event] == ["signature_delta", "text_delta"]
 
 
-def test_images_stand_where_they_were_and_those_of_results_behind_them() -> None:
+def test_images_stand_where_they_were_and_those_of_results_with_them() -> None:
     def shown(data: str) -> dict[str, Any]:
         return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
 
@@ -310,13 +310,13 @@ def test_images_stand_where_they_were_and_those_of_results_behind_them() -> None
         {"role": "assistant", "content": [USE]},
         {"role": "user", "content": [result, {**result, "content": [shown("C")]}, shown("D"), *text("What?")]},
     ]
-    first, _, page, empty, last = chat(turns)
+    first, _, page, alone, last = chat(turns)
     assert first["content"] == [
         {"type": "text", "text": "Look\nhere"}, part("A"), {"type": "text", "text": "and"},
         {"type": "file", "file": {"file_id": "file-a"}},
     ]  # fmt: skip
-    assert (page["content"], empty["content"]) == ("a page", "")
-    assert last["content"] == [part("B"), part("C"), part("D"), {"type": "text", "text": "What?"}]
+    assert page["content"] == [{"type": "text", "text": "a page"}, part("B")] and alone["content"] == [part("C")]
+    assert last["content"] == [part("D"), {"type": "text", "text": "What?"}]
     where = list(places_of_images(request(messages=turns).messages))
     assert where[:3] == ["messages[0].content[2]", "messages[1].content[0]", "messages[3].content[0].content[1]"]
     assert len(where) == 5

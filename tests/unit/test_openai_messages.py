@@ -7,11 +7,13 @@ import pytest
 from openai.types.responses import ResponseFunctionToolCall
 
 from api.openai.bodies import ChatCompletionRequest, ChatMessage
-from api.openai.chat import named_images, seen_by
+from api.openai.chat import in_words, named_images
 from api.openai.conversations import template_messages
+from api.openai.fitting import fitted
 from api.openai.responses.body import ResponseRequest
 from shared.sequences import VisionSpec
 from tests.redis.scripted_worker import CARD
+from tests.unit.api_texts import codec
 from tests.unit.refusals import HELLO, refusal
 
 
@@ -134,10 +136,22 @@ def test_images_of_results_are_shown_by_the_user_after_the_results() -> None:
     result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "a.png"}, image]}
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call, call]}, result, result]
     body = ChatCompletionRequest.model_validate({"messages": turns})
-    seen, unseen = seen_by(body, msgspec.structs.replace(CARD, vision=VisionSpec("pixtral", "[IMG]", 9, 8, 128, 1)))
-    assert [message.role for message in seen.messages] == ["user", "assistant", "tool", "tool", "user"] and not unseen
-    assert [place.where for place in named_images(seen.messages)] == [
-        "messages[4].content[0]",
-        "messages[4].content[1]",
+    named = [place.where for place in named_images(body.messages)]
+    assert named == ["messages[2].content[1]", "messages[3].content[1]"], "where the client has put them"
+
+    def shown(*later: dict[str, Any]) -> list[tuple[str, Any]]:
+        whole = ChatCompletionRequest.model_validate({"messages": [*turns, *later]})
+        messages = fitted(template_messages(whole.messages, images=True), codec())
+        return [(message["role"], message["content"]) for message in messages[2:]]
+
+    brought, seen = [("tool", "a.png")] * 2, [{"type": "image"}] * 2
+    assert shown() == [*brought, ("user", seen)]
+    said = {"role": "user", "content": "And?"}
+    assert shown(said) == [*brought, ("user", [*seen, {"type": "text", "text": "And?"}])], "users and models take turns"
+    assert shown({"role": "assistant", "content": "ho"}, said)[2:] == [
+        ("user", seen),
+        ("assistant", "ho"),
+        ("user", "And?"),
     ]
-    assert seen_by(body.model_copy(update={"messages": body.messages[:2]}), CARD)[0].messages == body.messages[:2]
+    assert in_words(body, msgspec.structs.replace(CARD, vision=VisionSpec("pixtral", "[IMG]", 9, 8, 128, 1))) is body
+    assert in_words(body, CARD).messages[3].content == "a.png\n[an image, which you cannot see]"

@@ -30,6 +30,7 @@ from shared.text.languages.grammars import after_reasoning, framed
 from shared.text.languages.pieces import CallPart, ReplyPiece, SplitPlan
 from shared.text.languages.splitter import Splitter
 from shared.text.languages.tool_forms import form_of
+from tests.redis.scripted_worker import CARD
 from tests.unit.api_texts import bundle, codec
 from worker.engine.batch.stop_text import RowText
 
@@ -477,7 +478,7 @@ def test_only_schemas_that_the_answer_is_held_to_are_named() -> None:
 def test_the_header_s_names_are_letters_that_it_has_a_place_for() -> None:
     names = {f"p{at}": {"not": {}} for at in range(40)}
     body = request(tools=[tool_with(properties={"a\r\nx: y, \u00e9": {"not": {}}, **names})], tool_choice="required")
-    shown = with_unused(Response(), unused_hints(body, codec())).headers[UNUSED_HEADER]
+    shown = with_unused(Response(), unused_hints(body, codec(), CARD)).headers[UNUSED_HEADER]
     assert shown.startswith("tools.f.properties.a??x:?y???.not, tools.f.properties.p0.not, ")
     assert shown.endswith(", and 9 more")
 
@@ -528,5 +529,5 @@ async def test_a_reasoning_effort_reaches_templates_by_either_name(template: str
     known = TextCodec(msgspec.structs.replace(bundle(), chat_template=template))
     body = request(reasoning_effort="high")
     prepared = await prepare(known, body, ApiSettings())
-    assert known.decode(prepared.prompts[0]) == says and not unused_hints(body, known)
-    assert unused_hints(body, codec()) == ["reasoning_effort"]
+    assert known.decode(prepared.prompts[0]) == says and not unused_hints(body, known, CARD)
+    assert unused_hints(body, codec(), CARD) == ["reasoning_effort"]

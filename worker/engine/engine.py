@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import mlx.core as mx
 
 from mlx_model.config import EngineConfig
+from mlx_model.device import gave_out
 from mlx_model.kv.kinds import kind_of, leaves
 from mlx_model.loader import LoadedModel
 from mlx_model.memory import bound_freed_memory
@@ -445,8 +446,12 @@ class Engine:
         self._start([row for row in rows if not row.tokens])
 
     def _failed(self, rows: list[Row], error: Exception) -> None:
-        """A forward failed: its rows end, the engine goes on unless it keeps failing, or other ranks go on."""
-        if self._ranks is not None:
+        """A forward failed: its rows end, the engine goes on unless it keeps failing, or other ranks go on.
+
+        Where the GPU gave out the rows are not to blame, and what the engine would compute next may be wrong: it ends,
+        and the worker hands all rows back.
+        """
+        if self._ranks is not None or gave_out(error):
             raise error
         log.error("engine.forward_failed rows=%d", len(rows), exc_info=error)
         self._failures += 1

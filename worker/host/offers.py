@@ -5,6 +5,7 @@ knows of them what the last look has found, LOOK_S ago at most.
 """
 
 import asyncio
+import json
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from shared.catalogue import CatalogueEntry, RingModels
+from shared.catalogue import DRAFT, CatalogueEntry, RingModels
 from shared.fit.model_fit import Device
 from shared.process.model_aliases import hub_folder, is_hub_name, short_name
 from shared.process.worker_settings import WorkerSettings
@@ -30,7 +31,12 @@ class Files:
 
     place: str = ""  # as a worker's --model takes it; "": they are not here, or not open to the catalogue
     changed_ns: int = 0  # Unix time of the last change of the folder or a file in it; 0: nothing is there
-    of_hub: bool = False  # the hub has them, whether they are here by now or not
+    hub: str = ""  # their name on the hub, whether they are here by now or not; "": they are not from there
+
+    @property
+    def source(self) -> str:
+        """What a worker's --model takes; "" where this host cannot get them by itself."""
+        return self.place or self.hub
 
 
 @dataclass(frozen=True)
@@ -75,10 +81,10 @@ class Offers:
 
     def _find(self, entry: CatalogueEntry) -> Files:
         """As the catalogue says, or where those of another host are stored."""
-        of_hub = is_hub_name(entry.source) and not Path(entry.source).expanduser().exists()
-        place = entry.source if (of_hub or self._may_open(entry)) and _is_here(entry.source) else ""
+        hub = entry.source if is_hub_name(entry.source) and not Path(entry.source).expanduser().exists() else ""
+        place = entry.source if (hub or self._may_open(entry)) and _is_here(entry.source) else ""
         place = place or str(self._weights.stored(entry.sha256) or "")
-        return Files(place, _last_change(place or entry.source), of_hub)
+        return Files(place, _last_change(place or entry.source), hub)
 
     def _may_open(self, entry: CatalogueEntry) -> bool:
         """True unless a catalogue's entry names a file of this machine that its operator has not opened to it."""
@@ -119,12 +125,13 @@ class Offers:
         that was refused have changed. One that is elsewhere is noted as refused."""
         found = []
         for entry in self.meant(models):
-            if entry.name in held or entry.name not in self._files or self._is_known(entry):
+            waits = entry.name not in self._files or self._lacks_draft(entry)
+            if entry.name in held or waits or self._is_known(entry):
                 continue
             files = self.files(entry.name)
             if files.place:
                 found.append(entry)
-            elif not files.of_hub and not self._weights.address:  # else another host may give it
+            elif not files.hub and not self._weights.address:  # else another host may give it
                 self.note(entry, None, "its folder is in none of this host's --catalogue-folders")
         return found
 
@@ -147,32 +154,43 @@ class Offers:
         it has and cannot load, and why."""
         needs, refuses = dict[str, int](), dict[str, str]()
         for entry in self.meant(models):
-            described = self.known(entry.name)
-            comes = self.files(entry.name).of_hub or bool(self._weights.givers(entry, models))
+            described, files = self.known(entry.name), self.files(entry.name)
+            comes = bool(files.hub) or bool(self._weights.givers(entry, models))
             if why := self.refusal(entry):
                 refuses[entry.name] = why
-            elif described is not None or comes:
+            elif comes or (described is not None and files.place):
                 needs[entry.name] = 0 if described is None else described.need_bytes
+            elif described is not None:
+                refuses[entry.name] = f"'{entry.source}' is there no longer"
         return needs, refuses
 
     def refusal(self, entry: CatalogueEntry) -> str:
         """Say what is wrong with the files that this host has of a model; "" if nothing is, or if it has none."""
+        if self._lacks_draft(entry):
+            return f"this host has no model '{entry.options[DRAFT]}' of the catalogue, which is to draft for it"
         looked = self._looked.get(entry.name)
         if looked is None or looked.described is None:
             return "" if looked is None else looked.why
         found = looked.described.card.base_sha256
         if entry.sha256 not in ("", found):
             return f"its files have the hash {found}, and the catalogue asks for {entry.sha256}"
-        if not is_hub_name(entry.source) and not self.files(entry.name).place:
-            return f"'{entry.source}' is there no longer"
         return ""
+
+    def _lacks_draft(self, entry: CatalogueEntry) -> bool:
+        return DRAFT in entry.options and not self.files(entry.options[DRAFT]).source
 
 
 def _is_here(source: str) -> bool:
     if Path(source).expanduser().exists() or not is_hub_name(source):
         return Path(source).expanduser().exists()
-    fetched = hub_folder(source)
-    return (fetched / "refs" / "main").exists() and not any(fetched.glob("blobs/*.incomplete"))
+    try:
+        folder = hub_folder(source)
+        folder = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+        index = folder / "model.safetensors.index.json"
+        parts = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"*.safetensors"}
+        return (folder / "config.json").exists() and all(any(folder.glob(part)) for part in parts)
+    except (OSError, ValueError, LookupError, AttributeError):
+        return False
 
 
 def _last_change(source: str) -> int:

@@ -85,6 +85,7 @@ class Want:
     is_batch: bool = False  # only batch sequences wait: no interactive ones give way before it is overdue
     priority: int = 0
     host: str = ""  # the only one that may load it; "": any
+    ordered: bool = False  # by an operator: also where its last load has failed just now
 
     @property
     def order(self) -> tuple[int, int, int, str]:
@@ -192,8 +193,9 @@ class _Planner:
         asked = self._demand.get(entry.name)
         for order in asked.orders if asked else ():
             host = self._hosts.get(order.host) if order.kind == "load" else None
-            if host and host.status.holds(entry.name) is None and entry.name not in self._under_way:
-                yield Want(entry.name, "as ordered", order.at_ms, overdue=True, due=True, host=order.host)
+            held = host.status.holds(entry.name) if host else None
+            if host and (held is None or held.state == "failed") and entry.name not in self._under_way:
+                yield Want(entry.name, "as ordered", order.at_ms, True, True, host=order.host, ordered=True)
                 return
         if entry.name in self._under_way:
             return
@@ -202,7 +204,8 @@ class _Planner:
                 yield from self._copy_of(entry, asked)
             return
         if asked is not None and any(order.kind == "load" for order in asked.orders):
-            yield Want(entry.name, "as ordered", min(order.at_ms for order in asked.orders), overdue=True, due=True)
+            since_ms = min(order.at_ms for order in asked.orders)
+            yield Want(entry.name, "as ordered", since_ms, overdue=True, due=True, ordered=True)
         elif asked is not None and any(asked.waiting.values()):
             yield self._waiting(entry, asked)
         elif entry.pinned:
@@ -282,7 +285,9 @@ class _Planner:
         status, held = host.status, host.status.holds(want.model)
         if status.draining or host.closed or want.model not in status.offers or want.host not in ("", status.id):
             return False
-        return held is None or (held.state == "failed" and _age_ms(status, held.since_ms) > 1000 * self._rules.retry_s)
+        if held is None:
+            return True
+        return held.state == "failed" and (want.ordered or _age_ms(status, held.since_ms) > 1000 * self._rules.retry_s)
 
     def _way(self, want: Want, host: _Host) -> Placing | None:
         """How a host would load it now; None where it cannot."""

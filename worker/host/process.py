@@ -19,7 +19,7 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from shared.catalogue import CatalogueEntry, HeldModel, HeldState, HostStatus, PastModel, RingModels
+from shared.catalogue import DRAFT, CatalogueEntry, HeldModel, HeldState, HostStatus, ModelOrder, PastModel, RingModels
 from shared.errors import ConflictError, InvalidRequestError, SetupError
 from shared.process.loops import begin, cancel, until_taken
 from shared.process.model_aliases import short_name
@@ -30,7 +30,7 @@ from shared.redis.processes.catalogue import CatalogueStore
 from shared.redis.processes.worker_registry import WorkerRegistry
 from worker.host.memory import limit_of, machine_room
 from worker.host.offers import Offers
-from worker.host.placement import Load, PlacementRules, Unload, decide
+from worker.host.placement import LOADING, Load, PlacementRules, Unload, decide
 from worker.host.weights.exchange import WeightExchange
 from worker.host.weights.files import WeightsRequest
 from worker.host.workers import WorkerChild
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 LOOK_S = 0.2  # between two looks at the demand where nobody calls for one
 REST = 4.0  # times what a look takes, before the next one
-SPARE_AFTER_S = 2.0  # of the last load: its first tokens need the processor
+SPARE_AFTER_S = 0.5  # of the last load: its first token needs the processor
 BEAT_S = 1.0
 REGISTER_EVERY_S = 3600.0  # cards and tokenizers, which Redis keeps for a week
 STEADY_S = 60.0  # a worker that ends of itself sooner than that after it was ready is not started again at once
@@ -54,6 +54,7 @@ class Held:
 
     name: str
     need_bytes: int
+    sha256: str = ""  # that the catalogue asks for
     expected_s: float = 0.0  # of its load, as the last one took; 0: not known
     state: HeldState = "loading"
     since_ms: int = 0
@@ -64,11 +65,20 @@ class Held:
     worker: str = ""  # id
     child: WorkerChild | None = None
     steps: int = -1  # of the engine, at the last look
-    is_lost: bool = False  # another host has the lease of its load
+    orders: frozenset[str] = frozenset()  # ids of those that were there when its load began
+    starting: "asyncio.Task[str] | None" = None  # its load
+    is_given_up: bool = False  # its load is
     task: "asyncio.Task[None] | None" = None  # its life
 
     def become(self, state: HeldState, why: str = "") -> None:
         self.state, self.since_ms, self.progress, self.why = state, now_ms(), 0.0, why
+
+    def give_up(self, why: str) -> None:
+        """End a download or load that is of no use any more."""
+        if self.state in LOADING and self.starting is not None and not self.is_given_up:
+            log.info("host.gives_up", model=self.name, why=why)
+            self.is_given_up = True
+            self.starting.cancel()
 
     def advance(self, progress: float) -> None:
         """Note how far its download or load is; the next heartbeat says so."""
@@ -271,6 +281,7 @@ class HostProcess:
         """Do what is this host's part of the plan."""
         hosts = [host for host in models.hosts if host.id != self.id] + [self._status(models)]
         models = msgspec.structs.replace(models, hosts=tuple(sorted(hosts, key=lambda host: host.id)))
+        models = await self._settle_orders(models)  # first: one whose load has failed is not carried out again
         demand = await self._store.demand(models)
         for action in decide(models, demand, self.id, self._rules):
             if isinstance(action, Load):
@@ -282,22 +293,33 @@ class HostProcess:
             is_only = all(host.id == self.id for host, each in models.holding(name) if each.state == "ready")
             if held is not None and is_only and (any(asked.waiting.values()) or any(asked.running.values())):
                 held.used_ms = now_ms()  # of several copies, each one's worker says which is in use: `_note_uses`
-        await self._settle_orders(models)
+        for held in self._held.values():
+            if held.name not in models.entries:
+                held.give_up("it is no longer in the catalogue")
+            elif any(each.kind == "unload" for each in _orders(models, held.name, self.id)):
+                held.give_up("as ordered")
 
-    async def _settle_orders(self, models: RingModels) -> None:
-        """Take orders off the list that have been carried out, or cannot be."""
+    async def _settle_orders(self, models: RingModels) -> RingModels:
+        """Take orders off the list that have been carried out, or cannot be; the models without these."""
+        left = []
         for order in models.orders:
             if order.host not in ("", self.id):
+                left.append(order)
                 continue
             held = self._held.get(order.model)
             if order.kind == "load":
-                done = held is not None and held.state in ("ready", "failed") and held.since_ms >= order.at_ms
+                done = held is not None and held.state in ("ready", "failed") and order.id in held.orders
                 done |= any(each.state == "ready" for host, each in models.holding(order.model) if not order.host)
                 done |= held is not None and held.state == "ready"
             else:
-                done = held is None and (order.host == self.id or not models.holding(order.model))
+                there = [each for host, each in models.holding(order.model) if order.host in ("", host.id)]
+                done = held is None or held.state == "failed"
+                done &= all(each.state == "failed" for each in there)
             if done:
                 await self._store.fulfil(order)
+            else:
+                left.append(order)
+        return msgspec.structs.replace(models, orders=tuple(left))
 
     async def _load(self, action: Load, models: RingModels) -> None:
         name, before = action.model, self._held.get(action.model)
@@ -307,7 +329,9 @@ class HostProcess:
             return
         entry, needs = models.entries[name], self._offers.of(models)[0]
         expected = self._past.get(name, PastModel()).load_s
-        held = Held(name, needs.get(name, 0) or entry.size_bytes, expected, since_ms=now_ms(), used_ms=now_ms())
+        need, now = needs.get(name, 0) or entry.size_bytes, now_ms()
+        held = Held(name, need, entry.sha256, expected, since_ms=now, used_ms=now)
+        held.orders = frozenset(order.id for order in _orders(models, name, self.id))
         log.info("host.loads", model=name, why=action.why, unloads=list(action.evict))
         leaving = [self._unload(Unload(each, f"its memory is needed for {name}")) for each in action.evict]
         self._held[name] = held
@@ -335,16 +359,24 @@ class HostProcess:
         self, held: Held, entry: CatalogueEntry, needs: dict[str, int], leaving: "list[asyncio.Task[None]]"
     ) -> None:
         """One model's time on this host, from its load to the end of its worker."""
+        held.starting = asyncio.create_task(self._start(held, entry, needs, leaving))
         try:
-            why = await self._start(held, entry, needs, leaving)
+            why = await held.starting
+        except asyncio.CancelledError:
+            if not held.is_given_up:
+                held.starting.cancel()
+                raise
+            why = "its load is given up"
         except Exception as error:
             log.exception("host.load_failed", model=held.name)
             why = f"{type(error).__name__}: {error}"
         if why:
             if held.child is not None:
                 await held.child.kill()
-            if held.is_lost:
+            if held.is_given_up:
                 self._held.pop(held.name, None)
+                await self._end_load(held)
+                self._note_change()
                 return
             log.error("host.cannot_load", model=held.name, reason=why)
             held.become("failed", why)
@@ -374,7 +406,8 @@ class HostProcess:
         if leaving:
             await asyncio.wait(leaving)
         began = time.monotonic()  # a drain is no part of what a load takes
-        known = self._offers.known(held.name)
+        known = self._offers.known(held.name) if await self._offers.find(entry) else None
+        await asyncio.to_thread(self._weights.note_use, entry.sha256)
         if known is None or (self._spare is not None and self._spare.runs):
             held.child = await self._take_spare()
         if known is None:
@@ -393,8 +426,8 @@ class HostProcess:
             held.child = await WorkerChild.start(settings)
         else:
             await held.child.serve(settings)
-        if self._draining or held.is_lost:
-            return "its host ends" if self._draining else "another host loads it"
+        if self._draining:
+            return "its host ends"
         why = await held.child.started(held.advance)
         held.load_s = time.monotonic() - began
         return why
@@ -405,8 +438,8 @@ class HostProcess:
         self._note_change()
         models = await self._store.read()
         if not await self._offers.find(entry) and self._weights.givers(entry, models):
-            why = await self._weights.take(entry, models, held.advance)
-            if not await self._offers.find(entry) and not self._offers.files(entry.name).of_hub:
+            why = await self._weights.take(entry, models, held.advance, self._hashes_in_use())
+            if not await self._offers.find(entry) and not self._offers.files(entry.name).hub:
                 return why
         answer = await spare.describe(self._settings_of(entry), held.advance)
         held.become("loading")
@@ -426,6 +459,12 @@ class HostProcess:
             )
         return ""
 
+    def _hashes_in_use(self) -> set[str]:
+        """Hashes of the models that this host holds or gets."""
+        held = [name for name, each in self._held.items() if each.state != "failed"]
+        known = (self._offers.known(name) for name in held)
+        return {self._held[name].sha256 for name in held} | {each.card.base_sha256 for each in known if each}
+
     async def _end_load(self, held: Held) -> None:
         """Give the lease back, after a heartbeat that shows what has become of the load."""
 
@@ -440,7 +479,10 @@ class HostProcess:
         host = {"models": [], "from_catalogue": False, "max_loaded_models": 0, "dry_run": False, "drain_batch": False}
         own = {"model": self._offers.files(entry.name).place or entry.source, "served_model_name": entry.name}
         variables = self._settings.model_copy(update=host | own).environment()
-        options = {f"PARALLM_{flag.replace('-', '_').upper()}": value for flag, value in entry.options.items()}
+        given = dict(entry.options)
+        if draft := given.pop(DRAFT, ""):
+            given = {"spec-decode": "auto", **given, "draft-model-path": self._offers.files(draft).source}
+        options = {f"PARALLM_{flag.replace('-', '_').upper()}": value for flag, value in given.items()}
         return variables | options
 
     async def _tend_spare(self) -> None:
@@ -448,7 +490,7 @@ class HostProcess:
         calm = time.monotonic()
         while self._settings.spare_worker:
             await asyncio.sleep(LOOK_S)
-            if any(held.state in ("loading", "downloading") for held in self._held.values()):
+            if any(held.state in LOADING for held in self._held.values()):
                 calm = time.monotonic() + SPARE_AFTER_S
             if not self._draining and time.monotonic() >= calm and (self._spare is None or not self._spare.runs):
                 self._spare = await WorkerChild.start()
@@ -492,11 +534,8 @@ class HostProcess:
                     await self._offer(looked.entry)
         for name in beat.lost:
             held = self._held.get(name)
-            if held is not None and held.state in ("loading", "downloading"):
-                log.warning("host.lease_lost", model=name)
-                held.is_lost = True
-                if held.child is not None:
-                    await held.child.kill()
+            if held is not None:
+                held.give_up("another host has the lease")
 
     async def _measure_room(self) -> None:
         pids = [held.child.pid for held in self._held.values() if held.child is not None and held.child.runs]
@@ -531,3 +570,8 @@ class HostProcess:
             for status in await self._registry.workers(held.name):
                 if status.id == held.worker and (status.steps != held.steps or status.rows):
                     held.steps, held.used_ms = status.steps, now_ms()
+
+
+def _orders(models: RingModels, name: str, host: str) -> list[ModelOrder]:
+    """Orders of a model that are a host's to carry out."""
+    return [order for order in models.orders if order.model == name and order.host in ("", host)]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from api.openai.responses.parts import ImagePart, content_of, text_of
+from api.openai.responses.parts import content_of
 from api.openai.responses.turns import (
     AgentMessage,
     CallOutputItem,
@@ -29,18 +29,17 @@ def messages_of(instructions: str | None, given: Sequence[Item]) -> list[Message
         writer.say("system", instructions)
     for item in given:
         writer.add(item)
-    if not (chat := writer.whole()):
+    if not writer.chat:
         raise InvalidRequestError("'input' has no message", param="input")
-    return chat
+    return writer.chat
 
 
 class _ChatWriter:
     """Writes a chat: a call belongs to the assistant's message before it, reasoning to the one after."""
 
     def __init__(self) -> None:
-        self._chat: list[Message] = []
+        self.chat: list[Message] = []
         self._thought = ""
-        self._brought: list[ImagePart] = []  # by calls, whose results are text: the user shows them after the last one
 
     def add(self, item: Item) -> None:
         """Append the chat messages that an item is equivalent to."""
@@ -49,8 +48,7 @@ class _ChatWriter:
         elif isinstance(item, FunctionCallItem | CustomCallItem):
             self._call(item.call_id, item.name_in_chat, item.arguments)
         elif isinstance(item, CallOutputItem):
-            self._result(item.call_id, text_of(item.output))
-            self._brought += [part for part in item.output if isinstance(part, ImagePart)]
+            self._result(item.call_id, content_of(item.output))
         elif isinstance(item, InputMessage):
             self.say(item.role, content_of(item.content))
         elif isinstance(item, OtherCallItem):
@@ -67,35 +65,24 @@ class _ChatWriter:
             raise UnsupportedParameterError("references to stored items are not looked up here", param="input")
 
     def say(self, role: str, content: Any) -> None:
-        """Append a message, after the images that calls have returned."""
-        self._show_what_calls_brought()
-        self._chat.append({"role": role, "content": content})
+        """Append a message."""
+        self.chat.append({"role": role, "content": content})
         if role == "assistant":
             self._attach_thought()
 
-    def whole(self) -> list[Message]:
-        """The messages of the whole chat."""
-        self._show_what_calls_brought()
-        return self._chat
-
     def _call(self, call_id: str, name: str, arguments: str) -> None:
-        if not self._chat or self._chat[-1]["role"] != "assistant" or self._brought:
+        if not self.chat or self.chat[-1]["role"] != "assistant":
             self.say("assistant", "")
         self._attach_thought()
         function = {"name": name, "arguments": arguments}
-        self._chat[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        self.chat[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
-    def _result(self, call_id: str, text: str) -> None:
-        self._chat.append({"role": "tool", "tool_call_id": call_id, "content": text})
+    def _result(self, call_id: str, content: Any) -> None:
+        self.chat.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _attach_thought(self) -> None:
         if self._thought:
-            self._chat[-1]["reasoning_content"], self._thought = self._thought, ""
-
-    def _show_what_calls_brought(self) -> None:
-        if self._brought:
-            self._chat.append({"role": "user", "content": content_of(self._brought)})
-            self._brought = []
+            self.chat[-1]["reasoning_content"], self._thought = self._thought, ""
 
 
 def without_turns(messages: list[Message], skipped: int) -> list[Message]:

@@ -1,7 +1,6 @@
 """From a request to /v1/responses to work: the chat that it comes to, planned as any chat."""
 
 from collections.abc import Sequence
-from typing import TypeGuard
 
 from pydantic import ValidationError
 
@@ -12,20 +11,18 @@ from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import images_of, prepare
+from api.openai.chat import prepare_seen
 from api.openai.fitting import fewest_left_out
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.messages import turn_starts
-from api.openai.responses.parts import ImagePart
-from api.openai.responses.turns import CallOutputItem, Item
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError
-from shared.sequences import ModelCard
 from shared.text.codec import TextCodec
 from shared.text.languages.language import language_of
 from shared.text.languages.tool_forms import form_of
 
 NAMES = {  # of a chat's fields -> ours
+    "messages.tool.image": "input.input_image",
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "prompt": "input",
@@ -56,15 +53,9 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
     return error
 
 
-def left_out(body: ResponseRequest, card: ModelCard, codec: TextCodec) -> list[str]:
+def left_out(body: ResponseRequest, codec: TextCodec) -> list[str]:
     """Parts of a request that are accepted though the model does not see them; the answer's header names them."""
-    unseen = card.vision is None and any(map(_has_images, body.input))
-    held = bool(form_of(language_of(codec).calls).marks)
-    return [*body.left_out(held=held), *(["input.input_image"] if unseen else [])]
-
-
-def _has_images(item: Item) -> TypeGuard[CallOutputItem]:
-    return isinstance(item, CallOutputItem) and any(isinstance(part, ImagePart) for part in item.output)
+    return body.left_out(held=bool(form_of(language_of(codec).calls).marks))
 
 
 async def plan_response(
@@ -102,16 +93,12 @@ async def _fitting(
 ) -> tuple[ChatCompletionRequest, PreparedRequest]:
     """The chat; with `truncation: auto` without as few of its oldest turns as it takes to fit the context."""
     card, codec = target.served.card, target.served.codec
-    if card.vision is None:
-        seen = [item.in_words() if _has_images(item) else item for item in body.input]
-        body = body.model_copy(update={"input": seen})
     behind = body.max_output_tokens or min(ring.settings.default_max_tokens, card.context_length // 8)
     most = min(ring.settings.max_prompt_tokens or card.context_length, card.context_length - behind)
 
     async def look(skipped: int) -> tuple[bool, tuple[ChatCompletionRequest, PreparedRequest]]:
         chat = await chat_body(body, skipped)
-        images = await images_of(ring, card, chat.messages, keep)
-        prepared = await prepare(codec, chat, ring.settings, begun, images)
+        prepared = await prepare_seen(ring, card, codec, chat, begun, keep)
         return len(prepared.prompts[0]) <= most, (chat, prepared)  # what does not fit is refused when it is planned
 
     return await fewest_left_out(look, len(turn_starts(body.messages())) - 1 if body.truncation == "auto" else 0)

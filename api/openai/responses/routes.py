@@ -48,8 +48,8 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
     codec = target.served.codec
     chat, planned = await plan_response(there, asked, target, history.ids)
     unused = [
-        *(NAMES.get(name, name) for name in unused_hints(chat, codec)),
-        *left_out(asked, target.served.card, codec),
+        *(NAMES.get(name, name) for name in unused_hints(chat, codec, target.served.card)),
+        *left_out(asked, codec),
     ]
     writer = ResponseWriter(body, planned, codec)
     if body.background:

@@ -10,10 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, WithJsonSchema, model_validator
 
 from api.generation.free_text import arguments_of
-from api.http.content import UNSEEN_IMAGE
 from api.http.fields import HistoryModel, Off, complaint
 from api.openai.responses.items import unsealed
-from api.openai.responses.parts import Content, ImagePart, Part, TextPart, text_of
+from api.openai.responses.parts import Content, Part, TextPart, text_of
 from api.openai.responses.tools import name_in_chat
 from api.openai.tools import by_type, known_type
 
@@ -119,19 +118,11 @@ class CallOutputItem(InputItem):
     call_id: str
     output: Content
 
-    def in_words(self) -> "CallOutputItem":
-        """The same for a model that sees no images: a client's tool may bring one to any model."""
-        output = [_UNSEEN if isinstance(part, ImagePart) else part for part in self.output]
-        return self.model_copy(update={"output": output})
-
     def shown(self) -> dict[str, Any]:
         """One text, unless it has more than text."""
         plain = all(isinstance(part, TextPart) for part in self.output)
         output = text_of(self.output) if plain else _shown(self.output, {"type": "input_text"})
         return {"type": self.type, "call_id": self.call_id, "output": output, "status": "completed"}
-
-
-_UNSEEN = TextPart(type="input_text", text=UNSEEN_IMAGE)
 
 
 class _Thought(HistoryModel):

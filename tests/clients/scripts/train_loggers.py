@@ -25,7 +25,7 @@ def train(name: str, folder: Path, steps: int) -> None:
     command = (sys.executable, "-m", "trainer", "--connect-to", URL, "--connect-key", SECRET, "--model", MODEL_DIR)
     done = subprocess.run(
         [*command, *sizes, *options, "--adapter", f"by-{name}", "--run-dir", str(folder / "train"), "--logger", name],
-        cwd=folder, env=os.environ, capture_output=True, text=True, timeout=250,
+        cwd=folder, env=os.environ, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-3000:]

@@ -3,7 +3,7 @@
 Does nothing without a folder for them (`--weights-cache-dir`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import structlog
@@ -30,7 +30,11 @@ class WeightExchange:
         self.address = ""  # where other hosts fetch; "": they cannot
         self._secret = b""
         folder = settings.weights_cache_dir
-        self._taker = None if folder is None else WeightTaker(folder.expanduser(), lambda: self._secret)
+        self._taker = (
+            None
+            if folder is None
+            else WeightTaker(folder.expanduser(), lambda: self._secret, int(settings.weights_cache_gb * 1e9))
+        )
         self._giver = WeightGiver(lambda: self._secret, self._folder_of)
 
     def open(self) -> None:
@@ -59,6 +63,11 @@ class WeightExchange:
         if self._taker is not None:
             self._taker.forget(sha256)
 
+    def note_use(self, sha256: str) -> None:
+        """The weights with a hash are loaded: others leave the folder before them."""
+        if self._taker is not None:
+            self._taker.note_use(sha256)
+
     def givers(self, entry: CatalogueEntry, models: RingModels) -> dict[str, str]:
         """Addresses of other hosts that have a model's files, by name."""
         if self._taker is None or not entry.sha256:
@@ -69,10 +78,13 @@ class WeightExchange:
             if host.id != self._id and host.weights_address and not host.draining and host.offers.get(entry.name)
         }
 
-    async def take(self, entry: CatalogueEntry, models: RingModels, advance: Callable[[float], None]) -> str:
+    async def take(
+        self, entry: CatalogueEntry, models: RingModels, advance: Callable[[float], None], in_use: Collection[str]
+    ) -> str:
         """Get a model's files from one of its givers; why that cannot be, "" when they are here."""
         assert self._taker is not None
-        return await self._taker.take(WeightsRequest(entry.name, entry.sha256), self.givers(entry, models), advance)
+        ask = WeightsRequest(entry.name, entry.sha256)
+        return await self._taker.take(ask, self.givers(entry, models), advance, in_use)
 
     def _folder_of(self, ask: WeightsRequest) -> Path | None:
         source = self._source_of(ask)
