@@ -98,6 +98,13 @@ def test_what_is_loaded_elsewhere_is_loaded_again_only_for_a_long_queue() -> Non
     assert loads(ring(host("x"), host("y"), loading={"a": "x"}), asked("a", waits_s=11)) == []
 
 
+def test_a_model_that_runs_on_a_worker_of_no_host_is_loaded_only_when_sequences_wait_long() -> None:
+    assert loads(ring(host("x")), asked("a", waits_s=1, runs=4)) == []
+    assert loads(ring(host("x")), asked("a", waits_s=11, runs=4)) == [("x", "a", ())]
+    died = host("x", left={"a": 2})  # rows of a worker that has just ended still count as running
+    assert loads(ring(died), asked("a", waits_s=1, runs=4)) == [("x", "a", ())]
+
+
 def test_a_pinned_model_is_loaded_unasked_and_stays() -> None:
     assert loads(ring(host("x"), a={"pinned": True})) == [("x", "a", ())]
     models = ring(host("x", ready("a", idle_s=900)), a={"pinned": True, "idle_s": 60.0})

@@ -23,6 +23,7 @@ BYTES_PER_S = 1e9  # of a load that nobody has measured: a slow disk
 LEAST_LOAD_S = 2.0  # of any load: a process starts
 PASSING_MS = 1000  # a host looks at least once in this time
 IN_USE_S = 5.0  # since its last use, in which one of several copies counts as busy: heartbeats are a second old
+STRAY_MS = 10_000  # after a worker has ended, rows of which the queue believes that it runs them are gone
 IDLE, BATCH, INTERACTIVE = 1, 2, 3  # how busy a model is
 SOON_S = 60.0  # the loss by an eviction is the chance that the model is asked for within this time, times its load
 
@@ -207,7 +208,10 @@ class _Planner:
             since_ms = min(order.at_ms for order in asked.orders)
             yield Want(entry.name, "as ordered", since_ms, overdue=True, due=True, ordered=True)
         elif asked is not None and any(asked.waiting.values()):
-            yield self._waiting(entry, asked)
+            want = self._waiting(entry, asked)
+            waited_s = (self._now - want.since_ms) / 1000
+            if not self._runs_elsewhere(entry, asked) or waited_s >= self._usual_load_s(entry.name):
+                yield want
         elif entry.pinned:
             yield Want(entry.name, "pinned", self._left.get(entry.name, 0), overdue=True, due=True)
 
@@ -228,6 +232,12 @@ class _Planner:
         due = overdue or not is_batch or by_ms - self._now <= min(turn_ms, self._rules.hold * load_ms)
         why = f"{asked.waits('interactive')} interactive and {asked.waits('batch')} batch sequences wait"
         return Want(entry.name, why, oldest, overdue, due, by_ms, is_batch, entry.priority)
+
+    def _runs_elsewhere(self, entry: CatalogueEntry, asked: ModelDemand) -> bool:
+        """True if a worker or a group that no host has started runs the model's rows."""
+        if not any(asked.running.values()) or self._models.holding(entry.name):
+            return False
+        return self._now - self._left.get(entry.name, 0) >= STRAY_MS
 
     def _copy_of(self, entry: CatalogueEntry, asked: ModelDemand) -> Iterator[Want]:
         """A further copy, where the oldest sequence has waited for longer than a load takes."""

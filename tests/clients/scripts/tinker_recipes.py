@@ -71,7 +71,7 @@ RECIPES = {
     ),
 }
 STEPS = 3
-TIMEOUT_S = 280  # of one of them; most of its time it imports PyTorch
+TIMEOUT_S = 1800  # of one of them; most of its time it imports PyTorch
 
 
 def run(folder: Path, recipe: str) -> list[dict]:

@@ -32,7 +32,7 @@ def ids(text: str) -> list[int]:
 
 PROMPT, ANSWER = ids("The colour of the sky at noon is"), ids(" 4711")
 WHOLE = PROMPT + ANSWER
-WAIT_S = 120  # for an answer, which a client without one would wait for, for ever
+WAIT_S = 900  # for an answer, which a client without one would wait for, for ever
 
 
 def datum(**inputs: list[float]) -> types.Datum:
