@@ -108,7 +108,7 @@ def _rehearse(settings: ServeSettings) -> str:
 
 
 def _rehearsed(child: ChildSpec) -> str:
-    """What a child's `--dry-run` prints."""
+    """Output of a child's `--dry-run`."""
     command = [sys.executable, "-m", child.module, "--dry-run"]
     environment = {**os.environ, **child.environment}
     made = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)

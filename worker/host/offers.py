@@ -35,7 +35,7 @@ class Files:
 
     @property
     def source(self) -> str:
-        """What a worker's --model takes; "" where this host cannot get them by itself."""
+        """Value of a worker's --model; "" where this host cannot get them by itself."""
         return self.place or self.hub
 
 
