@@ -3,6 +3,7 @@
 Plain ASGI, as all our middleware, so that a streamed token passes one extra function call at most.
 """
 
+import asyncio
 import re
 import time
 import uuid
@@ -15,6 +16,7 @@ from api.callers.caller import LEARN, NO_CACHE, Client, client, may_learn, named
 from api.http.anthropic_errors import speaks_anthropic
 from api.http.auth import OPEN_PATHS
 from api.http.errors import error_response, from_fault
+from api.http.sse import SHUTTING_DOWN
 from shared.telemetry import tracing
 from shared.telemetry.metrics import Tally
 
@@ -77,6 +79,10 @@ class RequestContext:
                 if status:  # too late for an error object
                     raise
                 await error_response(from_fault(fault))(scope, receive, send_with_id)
+            except asyncio.CancelledError:  # at the end of the grace of a shutdown: it waits for Redis, perhaps
+                if status:
+                    raise
+                await error_response(SHUTTING_DOWN)(scope, receive, send_with_id)
             finally:
                 seconds = time.perf_counter() - began
                 self._count(scope, status, seconds)

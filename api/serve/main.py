@@ -108,7 +108,7 @@ def _rehearse(settings: ServeSettings) -> str:
 
 
 def _rehearsed(child: ChildSpec) -> str:
-    """Output of a child's `--dry-run`."""
+    """Run a child with `--dry-run` and return what it prints; SetupError with its words if it refuses."""
     command = [sys.executable, "-m", child.module, "--dry-run"]
     environment = {**os.environ, **child.environment}
     made = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)

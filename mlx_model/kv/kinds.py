@@ -432,6 +432,25 @@ def shared(
     return mapped(caches, leaf_of), [start - shift for start in starts]
 
 
+def begun(caches: Sequence[Any], chain: Parts, read: Sequence[Any]) -> list[Any] | None:
+    """Caches of one row that begins with these parts of a batch, which it reads where they are; None: it cannot.
+
+    `read`: caches of one row, which may hold more positions: of these it gets those after the parts.
+    """
+    if not all(kind_of(leaf) is _SHARED for leaf in leaves(caches)):
+        return None
+    groups, start, known = groups_of([chain]), sum(length for _, length in chain), leaves(read)
+
+    def leaf_of(leaf: Any) -> Any:
+        had = next(known, None)
+        if had is None or (end := end_of([had])) <= start:
+            return leaf.begun(chain, groups)
+        keys, values = (each[:, :, start:end] for each in kind_of(had).arrays(had))
+        return leaf.begun(chain, groups, (keys, values))
+
+    return mapped(caches, leaf_of)
+
+
 def divide(caches: Sequence[Any], chains: Sequence[Parts]) -> None:
     """Store the beginnings of rows in these parts, into which those that there are have to be divided."""
     groups = groups_of(chains)

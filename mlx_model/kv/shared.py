@@ -171,6 +171,20 @@ class SharedKVCache(RaggedKVCache):
         """Keys and values as numbers, of heads of these sizes."""
         return stored
 
+    def begun(self, chain: Parts, groups: Groups, more: Pair | None = None) -> SharedKVCache:
+        """A leaf of one row that has read these parts, which it reads where they are here; `groups` of that row.
+
+        `more`: what the row has read after them, keys and values as they are stored.
+        """
+        held = {key: self.beginnings[key] for key, _ in chain}
+        new, (keys, values) = self._empty(), more or (each[:, :, :0] for each in held[chain[0][0]])
+        new.keys, new.values, new._idx = mx.contiguous(keys), mx.contiguous(values), keys.shape[2]
+        new.offset = mx.array([new._idx + sum(length for _, length in chain)])
+        return type(self)(cast(Any, new), groups, held, self.form)
+
+    def _empty(self) -> RaggedKVCache:
+        return RaggedKVCache([0])
+
     def keep_rows(self, keep: Sequence[int]) -> None:
         """Keep the beginnings of the rows at these indices."""
         self.groups = self.groups.of_rows(keep)
@@ -232,6 +246,9 @@ class SharedQuantisedKVCache(SharedKVCache, RaggedQuantisedKVCache):
     ) -> None:
         SharedKVCache.__init__(self, like, groups, beginnings, form)
         self.packing: Packing = like.packing
+
+    def _empty(self) -> RaggedQuantisedKVCache:
+        return RaggedQuantisedKVCache(self.packing, [0])
 
     @property
     def _rotary_size(self) -> int:

@@ -180,9 +180,9 @@ def time_of_work() -> float:
 def measure_system(
     loaded: LoadedModel, groups: int, each: int, system: int, own: int, answer: int, rounds: int
 ) -> None:
-    """Groups of `each` samples, of `system` + `own` ids, where one system prompt fits beside one on its way."""
+    """Groups of `each` samples, of `system` + `own` ids, where one system prompt fits beside what rows have."""
     token = loaded.card.kv_bytes_per_token
-    limit = token * (2 * (system + own) + groups * own + groups * each * (answer + 1))
+    limit = token * (system + own + groups * own + groups * each * (answer + 1))
     most: dict[str, list[int]] = {"each": [], "once": []}
     held: dict[str, list[int]] = {"each": [], "once": []}
     seconds: dict[str, list[float]] = {"each": [], "once": []}

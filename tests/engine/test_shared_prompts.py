@@ -132,14 +132,26 @@ def test_more_rows_fit_the_memory(llama: LoadedModel) -> None:
     assert rows == {"off": 4, "auto": 16}
 
 
-def test_a_system_prompt_that_groups_share_is_stored_and_counted_once(llama: LoadedModel) -> None:
-    """6 groups of 4 with 256 + 33 ids in common and 31 of their own, and two rows alone, where few prompts fit."""
+def test_a_system_prompt_that_groups_share_is_stored_and_counted_once(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 groups of 4 with 256 + 33 ids in common and 31 of their own, and two rows alone, where two prompts do not fit.
+
+    So a prompt that is computed reads what it has in common where it is.
+    """
     token, system = llama.card.kv_bytes_per_token, prompt_of(289)
-    loaded = replace(llama, kv_limit_bytes=(256 + 8 * 64 + 319 + 26 * 41 + 8) * token)
+    loaded = replace(llama, kv_limit_bytes=(256 + 8 * 64 + 63 + 26 * 41 + 8) * token)
     specs = [each for n in range(6) for each in group(f"g{n}", [*system, *prompt_of(31, 1 + n)], 4, max_tokens=40)]
     specs += [spec(f"s{n}", [*system, *prompt_of(31, 9 + n)], max_tokens=40) for n in range(2)]
     specs = [structs.replace(each, sequence_class="batch") for each in specs]
     bench = bench_of(loaded, max_rows=64)
+    begun, begin = list[Any](), shared_prompts.SharedPrompts.begun
+
+    def noted(*args: Any) -> Any:
+        begun.append(begin(*args))
+        return begun[-1]
+
+    monkeypatch.setattr(shared_prompts.SharedPrompts, "begun", noted)
     bench.submit(*specs)
     most = 0
     while bench.engine.busy:
@@ -148,9 +160,11 @@ def test_a_system_prompt_that_groups_share_is_stored_and_counted_once(llama: Loa
         assert stats.kv_bytes <= loaded.kv_limit_bytes
         if batch.decoding == len(specs):
             most = held(bench)
-            assert stats.kv_bytes == (256 + 8 * 63 + 319 + 26 * 41) * token
+            assert stats.kv_bytes == (256 + 8 * 63 + 63 + 26 * 41) * token
             assert stats.kv_spared_bytes == (26 * 319 - 256 - 8 * 63) * token
     assert 0 < most <= (256 + 8 * 63 + 26 * 256) * token  # arrays grow by 256 positions
+    first, *others = [each and each[1] for each in begun]
+    assert first is None and set(others) == {256, 288} and len(others) == 7, "the prefix cache has 32 more by and by"
     check_like_cold(llama, bench, *specs)
 
 

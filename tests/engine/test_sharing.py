@@ -78,6 +78,37 @@ def test_a_row_goes_on_in_another_engine_with_the_kv_of_the_first(name: str, len
     assert second.finish("s").cached_tokens == min(read, length)
 
 
+@pytest.mark.parametrize("name", ["llama 8", "deepseek_v3"])
+def test_rows_behind_nested_beginnings_go_on_in_another_engine(name: str, llama: LoadedModel) -> None:
+    """Two groups with 64 ids in common, and a row alone; there they share beginnings again."""
+    loaded, system = small(name, llama), prompt_of(64)
+    prompts = {"a": [*system, *prompt_of(20, 1)], "b": [*system, *prompt_of(9, 2)], "": [*system, *prompt_of(30, 3)]}
+    specs = [
+        spec(f"{group}{n}", ids, group=group, seed=n, temperature=n % 2, max_tokens=40)
+        for group, ids in prompts.items()
+        for n in range(2 if group else 1)
+    ]
+    whole = bench(loaded)
+    whole.submit(*specs)
+    whole.run()
+    first, second = (Bench(loaded, block_size=BLOCK, share_prompts="always") for _ in range(2))
+    first.submit(*specs)
+    first.until(lambda: all(len(first.tokens(each.id)) > 10 for each in specs))
+    assert first.engine.batch.spared >= 4 * len(system)
+    first.engine.set_aside([each.id for each in specs])
+    first.turn()
+    for each in specs:
+        ids = [*each.prompt_ids, *first.tokens(each.id)]
+        assert moved(first, second, ids) == (len(ids) - 1) // BLOCK * BLOCK
+    for each in specs:
+        second.submit(each, prior=tuple(first.events[each.id]), attempt=2)
+    second.until(lambda: second.engine.batch.decoding == len(specs))
+    assert second.engine.batch.spared >= 4 * len(system)
+    second.run()
+    for each in specs:
+        assert first.tokens(each.id) + second.tokens(each.id) == whole.tokens(each.id), each.id
+
+
 def test_what_is_set_aside_is_told_and_nothing_is_computed_after_it(llama: LoadedModel) -> None:
     first = bench(llama)
     first.submit(spec("s", prompt_of(40), max_tokens=500), spec("long", prompt_of(900, 1)))

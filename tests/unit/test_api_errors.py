@@ -1,5 +1,6 @@
 """Every error has OpenAI's shape, whatever raised it; bodies are bounded; keys are checked."""
 
+import asyncio
 import errno
 import json
 import re
@@ -29,7 +30,7 @@ class Body(BaseModel):
     number: int
 
 
-def app_with(error: Exception | None = None, key: str = "") -> FastAPI:
+def app_with(error: BaseException | None = None, key: str = "") -> FastAPI:
     app = FastAPI()
     errors.install(app)
 
@@ -80,12 +81,13 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         (UnknownModelError("no", param="model"), 404, "invalid_request_error", "model_not_found"),
         (QueueFullError("full", retry_after_s=3), 429, "rate_limit_error", "queue_full"),
         (RedisConnectionError("gone"), 503, "service_unavailable_error", "service_unavailable"),
+        (asyncio.CancelledError(), 503, "service_unavailable_error", "service_unavailable"),  # the server ends
         (WatchError("gone"), 503, "service_unavailable_error", "service_unavailable"),
         (ResponseError("WRONGTYPE"), 500, "server_error", None),
         (RuntimeError("secret"), 500, "server_error", None),
     ],
 )
-async def test_errors_keep_status_type_and_code(error: Exception, status: int, kind: str, code: str | None) -> None:
+async def test_errors_keep_status_type_and_code(error: BaseException, status: int, kind: str, code: str | None) -> None:
     response = await ask(app_with(error), "GET", "/raise")
     detail = error_of(response)
     assert (response.status_code, detail["type"], detail["code"]) == (status, kind, code)

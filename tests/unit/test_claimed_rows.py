@@ -1,5 +1,7 @@
 """The table of what a worker has claimed."""
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,7 +103,11 @@ def test_what_prompts_begin_with_is_stored_once(drawn: list[tuple[int, int, int,
         rows.append(row)
         if rest % 3 == 0:
             stored.remove(rows.pop(0))
-    parts = {(row.owner, *row.ids[:end]) for row in rows for end in range(64, row.shared + 1, 64)}
+    each = [[(row.owner, *row.ids[:end]) for end in range(64, row.shared + 1, 64)] for row in rows]
+    parts = Counter(part for of in each for part in of)
+    for row, of in zip(rows, each, strict=True):
+        assert stored.own(row) == row.shared - 64 * sum(parts[part] > 1 for part in of)
+        assert stored.own(row, row.blocks) == row.shared - 64 * len(of), "what one more prompt has, too"
     assert stored.positions == 64 * len(parts) + sum(row.shared % 64 for row in rows)
     assert stored.are_alike() == (2 * stored.positions <= sum(row.shared for row in rows))
 

@@ -205,12 +205,12 @@ class LearnerService:
         return ServiceLearner(self._model, spec, self._settings.microbatch_tokens, self._sight)
 
     def _ended(self, learner: str, task: "asyncio.Task[None]") -> None:
-        """A seat has ended by itself."""
+        """A seat has ended by itself; one whose lease ran out may have another in its place, of this service, too."""
+        error = None if task.cancelled() else task.exception()
         here = self._places.get(learner)
         if here is None or here.task is not task or here.leaves or task.cancelled():
             return
         del self._places[learner]
-        error = task.exception()
         if isinstance(error, LostError):
             log.warning("learner.lost", learner=learner)
             return

@@ -90,7 +90,9 @@ class Engine:
         layer_bytes = self._limits.shared_bytes(1) // max(1, sum(kind_of(leaf).is_cut for leaf in leaves(new_kv)))
         self._shared = SharedPrompts(config.share_prompts, layer_bytes, form)
         self._batch = batch_of(self._model, config, pieces, self._keeping, self._shared, self.drafting)
-        self._lane = PrefillLane(self._model, self.prefixes, self._keeping, at_once, pieces)
+        self._lane = PrefillLane(
+            self._model, self.prefixes, self._keeping, at_once, pieces, lambda row, kv: self._batch.begun(row, kv)
+        )
         self._followers = Followers(self.prefixes, self._model.adapters)
         self._waiting = WaitingRows()
         self._rows: dict[str, Row] = {}

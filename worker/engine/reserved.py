@@ -4,8 +4,9 @@ Where rows share prompts, what several begin with counts once, as the batch stor
 ids prompts have in common is known before they are computed, by the keys of their blocks.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,6 +65,9 @@ class StoredPrompts:
         self.positions = 0
         self._copied = 0  # positions of all rows' prompts
 
+    def __contains__(self, prompt: Hashable) -> bool:
+        return prompt in self._rows
+
     def add(self, row: RowTokens) -> None:
         """Count a row's prompt, as far as no other one stores it."""
         self.positions += self.more(row)
@@ -93,6 +97,12 @@ class StoredPrompts:
             return 0
         return row.shared - PART * sum(block in self._users for block in row.blocks)
 
+    def own(self, row: RowTokens, more: Collection[bytes] = ()) -> int:
+        """Positions of a row's prompt that no other prompt begins with; `more`: blocks of one that may come."""
+        return row.shared - PART * bisect_left(
+            row.blocks, True, key=lambda block: self._users[block] + (block in more) < 2
+        )
+
     def are_alike(self, *more: RowTokens) -> bool:
         """True if a prompt has two rows on average, or half of all positions are stored for others.
 
@@ -110,7 +120,7 @@ class Reserved:
 
     Where prompts are shared, what several begin with counts once (in parts of PART positions), and what rows add to it
     is padded to the longest. One prompt more of each class counts, which is computed for a row that joins later and may
-    have to be a copy until then.
+    have to be a copy until then: of one class but for what it has in common with others, which it reads where it is.
     """
 
     def __init__(self, limits: Limits, max_rows: int, *, shares: bool = False) -> None:
@@ -169,8 +179,15 @@ class Reserved:
         limits = self._limits
         longest = max(row.tokens for row in rows)
         stored = prompts.positions + sum(map(prompts.more, more))
-        classes = {row.sequence_class for row in rows}
-        on_their_way = sum(max(row.shared for row in rows if row.sequence_class == each) for each in classes)
+        new = {block for row in more if row.prompt not in prompts for block in row.blocks}
+        on_their_way = common = 0
+        for of in {row.sequence_class for row in rows}:
+            prompts_of = {row.prompt: row for row in rows if row.sequence_class == of}.values()
+            longest_prompt = max(row.shared for row in prompts_of)
+            on_their_way += longest_prompt
+            common = max(common, longest_prompt - max(prompts.own(row, new) for row in prompts_of))
         own = limits.shared_bytes(max(row.tokens - row.shared for row in rows))
         unshared = limits.reserved_bytes(longest) - limits.shared_bytes(longest)  # states and drafts among them
-        return limits.shared_bytes(stored + on_their_way) + len(rows) * (own + unshared)
+        if unshared:
+            common = 0  # a state belongs to one position: such a prompt is a copy
+        return limits.shared_bytes(stored + on_their_way - common) + len(rows) * (own + unshared)

@@ -35,7 +35,7 @@ class Files:
 
     @property
     def source(self) -> str:
-        """Value of a worker's --model; "" where this host cannot get them by itself."""
+        """Source for a worker's --model; "" where this host cannot get them by itself."""
         return self.place or self.hub
 
 

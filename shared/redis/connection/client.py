@@ -80,21 +80,24 @@ class _Patient:
     """
 
     async def on_connect(self) -> None:
-        """Greet, and connect again where that failed; a refused password is not tried again."""
-        refused = await self.retry.call_with_retry(self._greet, lambda error: self.disconnect())  # type: ignore[attr-defined]
-        if refused is not None:
-            raise refused
+        """Greet, and connect again where that failed, for GREET_S; a refused password is not tried again."""
+        until = time.monotonic() + GREET_S
+        while True:
+            try:
+                if not self.is_connected:  # type: ignore[attr-defined]
+                    await self._connect()  # type: ignore[attr-defined]
+                await super().on_connect()  # type: ignore[misc]
+                return
+            except AuthenticationError:  # to redis-py a fault of the connection
+                raise
+            except _AWAY as error:
+                await self.disconnect()  # type: ignore[attr-defined]
+                if time.monotonic() > until:
+                    raise RedisConnectionError("the server cannot be reached") from error
+            await asyncio.sleep(0.2)
 
-    async def _greet(self) -> AuthenticationError | None:
-        if not self.is_connected:  # type: ignore[attr-defined]
-            await self._connect()  # type: ignore[attr-defined]
-        try:
-            await super().on_connect()  # type: ignore[misc]
-        except AuthenticationError as error:  # to redis-py a fault of the connection
-            return error
-        return None
 
-
+GREET_S = 12.0  # with what comes before, about as long as redis-py tries the rest
 _AWAY = (RedisConnectionError, RedisTimeoutError, OSError)
 _AWAY_IN_CLUSTER = (AskError, TryAgainError, ClusterDownError)  # a slot that has moved is an AskError, too
 

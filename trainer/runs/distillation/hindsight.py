@@ -42,6 +42,7 @@ HELD_OUT = 5  # one session of so many
 MOST_SESSIONS = 2_000
 LONGER = 4  # times the tokens of the reply that the teacher may take, and no less than LEAST_TOKENS
 LEAST_TOKENS = 64
+WRITING_S = 600.0  # that a teacher may take for its replies to one prompt, at night and behind everybody else
 LEAST_GAIN = 2.0  # nats that a correction adds to a draft, or the teacher has not followed it
 TEMPERATURE = 0.7
 HINT = "{said}\n\n{correction}"  # the user's message that the teacher is shown
@@ -308,7 +309,8 @@ async def _written(
         }  # fmt: skip
         body = {"model": teacher, "token_ids": lesson.teacher_ids, "sampling_params": sampling}
         async with room:
-            choices = (await api.call("POST", "/inference/v1/generate", _Written, body)).choices
+            written = await api.call("POST", "/inference/v1/generate", _Written, body, timeout_s=WRITING_S)
+            choices = written.choices
             # the beginning of a rehearsed reply is as good as the whole
             replies = [tuple(each.token_ids) for each in choices if each.finish_reason == "stop" or not lesson.session]
             if count > 1:

@@ -72,6 +72,9 @@ class PartedBatch:
         small = [part for part in self.parts if 0 < len(part) < FEWEST]
         (small[0] if small else min(self.parts, key=len)).insert(entry)
 
+    def begun(self, row: Row, kv: Sequence[Any]) -> None:
+        """None: parts share no prompts."""
+
     def stop_between(self, row: Row, low: int, high: int) -> bool:
         """Store the states of a row's prompt somewhere between these positions; False when it is past them."""
         return any(part.stop_between(row, low, high) for part in self.parts)

@@ -8,7 +8,7 @@ log-probabilities of the ids that it was asked about.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -131,7 +131,10 @@ class PrefillLane:
         keeping: Keeping,
         score_positions: int,
         pieces: Pieces,
+        begun: Callable[[Row, Sequence[Any]], tuple[list[Any], int] | None],
     ) -> None:
+        """`begun`: as `RunningBatch` has it, by which prompts read what they have in common with others."""
+        self._begun = begun
         self._model = model
         self._prefixes = prefixes
         self._keeping = keeping
@@ -346,9 +349,11 @@ class PrefillLane:
         version = self._model.adapters.version(task.rows[0])
         prefix = self._prefixes.longest(task.ids, version, task.from_cache(task.score_from), tenants_of(task.rows))
         task.kv, task.done = prefix.kv or self._model.new_kv(), prefix.length
-        task.cached, task.kv_versions = prefix.length, {version} if prefix.length else set()
+        if not task.reports and (begun := self._begun(task.rows[0], prefix.kv or ())):
+            task.kv, task.done = begun
+        task.cached, task.kv_versions = task.done, {version} if task.done else set()
         if task.pool is None:
-            task.stops = self._prefixes.snapshot_positions(task.rows[0].prompt, version, prefix.length)
+            task.stops = self._prefixes.snapshot_positions(task.rows[0].prompt, version, task.done)
 
 
 def _is_short_read(task: PrefillTask, most: int) -> bool:

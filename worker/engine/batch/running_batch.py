@@ -246,6 +246,8 @@ class RunningBatch:
         else:
             chosen = [entries[at - len(groups)] for at in feed.prompts]
             self._unfed = [entry for entry in self._unfed if entry not in chosen]
+            if len(chosen) == 1:
+                self._begin(chosen[0])
             group = PromptGroup(self._model, chosen)
             self._groups.append(group)
         is_short = not group.fed_at and group.left <= feed.chunk
@@ -256,6 +258,20 @@ class RunningBatch:
             return []
         self._groups.remove(group)
         return [group]
+
+    def begun(self, row: Row, kv: Sequence[Any]) -> tuple[list[Any], int] | None:
+        """As `SharedPrompts.begun` has it, for a prompt that is computed with the row's present version."""
+        version = self._model.adapters.version(row)
+        return self._shared.begun(self._cache, self._decoding_rows, row, version, kv)
+
+    def _begin(self, entry: Entry) -> None:
+        """Let a prompt read what it has in common with rows of the batch where that is stored."""
+        row, *others = entry.rows
+        if others or (begun := self.begun(row, entry.kv or ())) is None:
+            return
+        kv, length = begun
+        entry.ids, entry.kv, entry.past = entry.ids[length - entry.past :], kv, length
+        row.take_kv(length, {self._model.adapters.version(row)})
 
     def _feed_group(self, group: PromptGroup, width: int) -> None:
         """Feed so many tokens of a group, or short prompts to their ends; in pieces, where rows have stops."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_model.device import on_cpu, on_cuda
-from mlx_model.kv.kinds import divide, shared, whole
+from mlx_model.kv.kinds import begun, divide, end_of, lie_apart, shared, whole
 from mlx_model.kv.shared import Form
 from shared.process.worker_settings import SharePrompts
 from worker.engine.batch.prompt_group import PromptGroup
@@ -69,6 +69,11 @@ class SharedPrompts:
         self._computed: dict[Row, Hashable] = {}  # what each row's prompt was computed by; None: shared with no others
 
     @property
+    def _is_asked(self) -> bool:
+        """True if rows share whatever it takes."""
+        return self._when == "always" or (self.is_needed and self.may_be)
+
+    @property
     def may_be(self) -> bool:
         """True if rows may share prompts at all."""
         return self._when != "off"
@@ -81,6 +86,25 @@ class SharedPrompts:
         """True if these rows together should share what they begin with."""
         return self._plan(rows) is not None
 
+    def begun(
+        self, cache: Sequence[Any], rows: Sequence[Row], row: Row, version: str, kv: Sequence[Any]
+    ) -> tuple[list[Any], int] | None:
+        """KV of a new prompt that reads what it has in common with `rows` where the batch stores it, and its length.
+
+        `kv`: of one row, what there is of the prompt otherwise. None: nothing is in common, or need not be.
+        """
+        if not (self._of and self._is_asked and rows):
+            return None
+        ids, computed = tuple(row.prompt[:-1]), (version, owner_of(row.spec))
+        chain, divided = _in_common(self._of, self._known(self._of, computed), ids, computed)
+        if not chain:
+            return None
+        if divided:
+            self._of |= divided
+            divide(cache[:-1], [_parts(self._of[each]) for each in rows])
+        made = begun(cache[:-1], _parts(chain), kv)
+        return None if made is None else (made, max(len(chain[-1].ids), end_of(kv)))
+
     def join(
         self, cache: list[Any], padding: list[int], rows: Sequence[Row], group: PromptGroup
     ) -> tuple[list[Any], list[int]]:
@@ -88,6 +112,9 @@ class SharedPrompts:
 
         The rows stay where they are.
         """
+        if lie_apart(group.cache[:-1]):
+            caches, group.padding = whole(group.cache[:-1], range(len(group.rows)), group.padding)
+            group.cache = [*caches, group.cache[-1]]
         together = object() if group.is_one_prompt else None
         self._computed |= {row: _computed_by(row, together) for row in group.rows}
         plan = self._plan([*rows, *group.rows])
@@ -116,7 +143,7 @@ class SharedPrompts:
 
     def _plan(self, rows: Sequence[Row]) -> Plan | None:
         """Beginnings of these rows, the batch's among them; None: each should have a copy."""
-        asked = self._when == "always" or (self.is_needed and self.may_be)
+        asked = self._is_asked
         if not rows or not (asked or (self._when == "auto" and self._least)):
             return None
         if not asked and len(rows) * max(map(_end, rows)) < 2 * self._least:
@@ -147,31 +174,39 @@ class SharedPrompts:
         is_whole = self.is_needed or bool(row.spec.group) or not (alone and row.cached_tokens)
         length = len(ids) if is_whole else min(len(ids), row.cached_tokens)
         least = length if self.is_needed or not is_whole else len(ids) // 2 if not row.spec.group else length
-        known = [
-            chain
-            for chain in dict.fromkeys(plan.values())
-            if chain and computed is not None and chain[-1].computed == computed
-        ]
+        known = self._known(plan, computed)
         fitting = [chain for chain in known if len(chain[-1].ids) >= least and chain[-1].begins(ids)]
         if fitting:
             return {row: max(fitting, key=lambda chain: len(chain[-1].ids))}
         new = Beginning(ids[:length], computed)
-        other = max(known, key=lambda chain: chain[-1].common(new.ids), default=())
-        common = other[-1].common(new.ids) if other else 0
-        if not common:
-            return {row: (new,)}
-        before, divided = tuple(part for part in other if len(part.ids) <= common), Plan()
-        if not before or len(before[-1].ids) < common:
-            at, middle = len(before), Beginning(new.ids[:common], computed)
-            divided = {of: (*chain[:at], middle, *chain[at:]) for of, chain in plan.items() if other[at] in chain}
-            before = (*before, middle)
-        return divided | {row: before if common == len(new.ids) else (*before, new)}
+        before, divided = _in_common(plan, known, new.ids, computed)
+        is_all = bool(before) and len(before[-1].ids) == length
+        return divided | {row: before if is_all else (*before, new)}
+
+    @staticmethod
+    def _known(plan: Plan, computed: Hashable) -> list[Chain]:
+        """Chains of a plan that were computed by this."""
+        if computed is None:
+            return []
+        return [chain for chain in dict.fromkeys(plan.values()) if chain and chain[-1].computed == computed]
 
     def _apart(
         self, cache: Sequence[Any], padding: Sequence[int], rows: Sequence[Row], plan: Plan
     ) -> tuple[list[Any], list[int]]:
         caches, after = shared(cache[:-1], [_parts(plan[row]) for row in rows], padding, self._form)
         return [*caches, cache[-1]], after
+
+
+def _in_common(plan: Plan, known: Sequence[Chain], ids: tuple[int, ...], computed: Hashable) -> tuple[Chain, Plan]:
+    """The longest beginning of these ids that a known chain has, and the chains that are divided for it."""
+    other = max(known, key=lambda chain: chain[-1].common(ids), default=())
+    common = other[-1].common(ids) if other else 0
+    before = tuple(part for part in other if len(part.ids) <= common)
+    if not common or (before and len(before[-1].ids) == common):
+        return before if common else (), {}
+    at, middle = len(before), Beginning(ids[:common], computed)
+    divided = {of: (*chain[:at], middle, *chain[at:]) for of, chain in plan.items() if other[at] in chain}
+    return (*before, middle), divided
 
 
 def _computed_by(row: Row, together: Hashable = None) -> Hashable:
