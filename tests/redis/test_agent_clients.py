@@ -306,7 +306,7 @@ async def test_an_image_in_a_tool_s_result_is_named_in_chats_too(server: Api, wo
     turns = [*SAID["messages"], calling(), result]
     answer = await server.post("/v1/chat/completions", {"messages": turns})
     assert answer.status_code == 200 and answer.headers[UNUSED_HEADER] == "messages.tool.image"
-    assert "a.png:[an image, which you cannot see]" in prompt(worker)
+    assert "a.png:\n[an image, which you cannot see]" in prompt(worker)
 
 
 def calling(arguments: str = "{}") -> dict[str, Any]:

@@ -65,7 +65,7 @@ class _ChatWriter:
             raise UnsupportedParameterError("references to stored items are not looked up here", param="input")
 
     def say(self, role: str, content: Any) -> None:
-        """Append a message."""
+        """Append a message of this role, with the reasoning that came before it."""
         self.chat.append({"role": role, "content": content})
         if role == "assistant":
             self._attach_thought()
