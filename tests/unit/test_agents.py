@@ -16,7 +16,8 @@ from shared.errors import SetupError
 from tests.waiting import HANG_S
 from trainer.rollouts.agents.endpoint import ChatCall, EpisodeOverError, Feedback, ModelEndpoint
 from trainer.rollouts.agents.environment import Agent
-from trainer.rollouts.agents.program import AgentError
+from trainer.rollouts.agents.program import AgentError, ProgramEpisode
+from trainer.rollouts.agents.runs import AgentRun
 from trainer.rollouts.environments import Observation
 
 ASK = """
@@ -184,6 +185,27 @@ async def test_the_endpoint_refuses_what_it_cannot_take(endpoint: tuple[ModelEnd
         assert "all its turns" in said[-1].json()["error"]["message"] and len(taken) == 1
         assert (await client.get("/v1/models", headers=key)).json()["data"][0]["id"] == "policy"
     assert (await client.get("/v1/models", headers=key)).status_code == 401
+
+
+async def test_a_run_that_is_given_up_does_not_leave_its_program_waiting(
+    endpoint: tuple[ModelEndpoint, httpx.AsyncClient],
+) -> None:
+    class Other:
+        """Is asked elsewhere, as an episode of a program that serves."""
+
+        async def close(self) -> None: ...
+
+        async def play(self, episode: ProgramEpisode) -> Feedback:
+            return await asyncio.get_running_loop().create_future()
+
+    server, client = endpoint
+    run = AgentRun(Other(), server, 0, None, 2)
+    await run.begin()
+    headers = {"Authorization": f"Bearer {run.key}"}
+    asking = asyncio.create_task(client.post("/v1/chat/completions", json={"messages": [USER]}, headers=headers))
+    assert isinstance(await run.next(), ChatCall)
+    await run.end()
+    assert (await asking).status_code == 400
 
 
 async def test_a_streaming_agent_gets_its_message_in_a_stream(

@@ -83,7 +83,7 @@ def test_an_atropos_environment_teaches_the_policy_that_it_samples_from(tmp_path
             trainer.wait_for_line("atropos.registered")
             arguments = (str(ENVIRONMENT), url, f"{served.url}/v1", str(ROOT / "models" / MODEL))
             with atropos(*arguments, log=tmp_path / "env.log"):
-                assert trainer.wait(60) == 0, trainer.output + (tmp_path / "env.log").read_text()[-4000:]
+                assert trainer.wait() == 0, trainer.output + (tmp_path / "env.log").read_text()[-4000:]
         finally:
             trainer.stop()
         versions = httpx.get(f"{served.url}/v1/adapters/policy", timeout=10).json()

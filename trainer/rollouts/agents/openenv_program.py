@@ -5,28 +5,54 @@ Run by a Python that has `openenv` (or `openenv-core`) and `httpx`: `python open
 the user: the field `observation` of it where the options name one, else all of it as JSON. The policy's answer is the
 action's field `action`, or with `"action": ""` the whole action, written as JSON. Rewards of all steps are added up.
 Further options: `system` is put before the chat, `reset` are arguments of each reset, and `"seeded": true` adds the
-task's number as its seed. Imports nothing of ParaLLM.
+task's number as its seed. An episode waits while the server has all the sessions that it allows. Imports nothing of
+ParaLLM.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
+import time
 import traceback
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+from websockets.exceptions import ConnectionClosedOK
 
 try:
     from openenv.core.generic_client import GenericEnvClient
 except ImportError:
     from openenv_core.generic_client import GenericEnvClient
 
+PATIENCE_S = 15  # for a free session; the trainer asks thrice for a first question before it gives up
+
 
 def shown(observation: Any, name: str) -> str:
     if name:
         observation = observation[name]
     return observation if isinstance(observation, str) else json.dumps(observation)
+
+
+@contextlib.asynccontextmanager
+async def session(url: str, arguments: dict[str, Any]) -> AsyncIterator[Any]:
+    """A session of the server, and what its reset came to. RuntimeError when none has become free."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        async with GenericEnvClient(base_url=url) as env:
+            try:
+                begun = await env.reset(**arguments)
+            except (ConnectionClosedOK, RuntimeError) as error:  # a refused session is closed, mostly before we ask
+                if isinstance(error, RuntimeError) and "CAPACITY" not in str(error):
+                    raise
+                if time.monotonic() > until:
+                    raise RuntimeError("the server has no free session: raise its max_concurrent_envs") from error
+            else:
+                yield env, begun
+                return
+        await asyncio.sleep(0.5)
 
 
 async def play(options: dict[str, Any], http: Any, episode: dict[str, Any]) -> dict[str, Any]:
@@ -37,8 +63,7 @@ async def play(options: dict[str, Any], http: Any, episode: dict[str, Any]) -> d
     messages = [{"role": "system", "content": options["system"]}] if options.get("system") else []
     total = 0.0
     try:
-        async with GenericEnvClient(base_url=options["url"]) as env:
-            result = await env.reset(**arguments)
+        async with session(options["url"], arguments) as (env, result):
             while True:
                 messages.append({"role": "user", "content": shown(result.observation, options.get("observation", ""))})
                 answer = await http.post(

@@ -53,7 +53,13 @@ class AgentRun:
         self.asked = None
 
     async def end(self) -> None:
-        """End the program, if it still runs."""
+        """End the program, if it still runs; one that serves gets an error for the question that waits."""
+        waiting = [self.asked]
+        while not self._calls.empty():
+            waiting.append(self._calls.get_nowait())
+        for call in waiting:
+            if call is not None and not call.answer.done():
+                call.answer.set_exception(EpisodeOverError("the episode was given up"))
         if self._playing is not None:
             self._playing.cancel()
             with contextlib.suppress(asyncio.CancelledError, AgentError):
