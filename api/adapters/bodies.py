@@ -14,6 +14,7 @@ class GateField(RequestModel):
     name: str = Field(max_length=64)
     passed: bool
     detail: str = Field(default="", max_length=2000)
+    value: float | None = Field(default=None, description="What was measured, where it has a bound.")
 
 
 Gate = Annotated[list[GateField], Field(max_length=64)]
@@ -110,4 +111,4 @@ class LatestVersion(BaseModel):
 
 def checks_of(gate: list[GateField]) -> tuple[GateCheck, ...]:
     """A gate's checks as a manifest has them."""
-    return tuple(GateCheck(check.name, check.passed, check.detail) for check in gate)
+    return tuple(GateCheck(check.name, check.passed, check.detail, check.value) for check in gate)

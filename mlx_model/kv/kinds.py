@@ -396,6 +396,11 @@ def lie_apart(caches: Sequence[Any]) -> bool:
     return any(kind_of(leaf) in (_SHARED, _APART) for leaf in leaves(caches))
 
 
+def have_beginnings(caches: Sequence[Any]) -> bool:
+    """True if beginnings lie apart from what follows."""
+    return any(kind_of(leaf) is _SHARED for leaf in leaves(caches))
+
+
 def shared(
     caches: Sequence[Any],
     chains: Sequence[Parts],

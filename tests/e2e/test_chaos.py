@@ -8,7 +8,7 @@ async def test_nothing_is_lost_and_nothing_changed_while_processes_die() -> None
     chaos.show(report, faults)
     assert report.violations == []
     assert set(faults) == {
-        kind for kind in chaos.WEIGHTS if not kind.startswith(("trainer", "rank", "learners", "disk", "peers"))
+        kind for kind in chaos.WEIGHTS if not kind.startswith(("trainer", "rank", "learners", "seer", "disk", "peers"))
     }
     assert report.streams >= 4 and report.samples > 0
     assert report.resumed > 0, "the killed api had a stream"

@@ -25,6 +25,7 @@ from tests.training.run import in_process_ring, train
 from trainer.ring.feedback import JudgedAnswer
 from trainer.ring.http_client import HttpApi
 from trainer.ring.join import Way
+from trainer.ring.ring import Candidate
 from trainer.rollouts.groups import RolloutRequest
 from trainer.runs.metrics import read
 from trainer.runs.tuning import TuneRun
@@ -184,9 +185,18 @@ async def test_a_worker_that_does_not_answer_says_nothing_of_a_version(
     assert [line["step"] for line in lines(run)] == [0, 1, 2, 3]
 
 
+class SpoilingSink(MemorySink):
+    """Its workers get other weights than the trainer has."""
+
+    async def stage(self, candidate: Candidate) -> int:
+        version = await super().stage(candidate)
+        self.versions[version] = {name: 3 * weight for name, weight in self.versions[version].items()}
+        return version
+
+
 async def test_a_version_that_a_worker_does_not_confirm_is_not_served(tmp_path: Path) -> None:
-    run = settings(tmp_path, max_parity=1e-12, max_rejections=5)
-    state, sink = await tuned(run)
+    run = settings(tmp_path, max_parity=1e-3, max_rejections=5)
+    state, sink = await tuned(run, SpoilingSink(run.adapter))
     assert (state.version, sink.latest, state.rejected) == (0, 0, 2)
     assert "reload_parity" in {check.name for check in sink.rejected[1] if not check.passed}
     assert lines(run)[-1]["held_out_right"] == pytest.approx(lines(run)[2]["held_out_right"], abs=0.2)

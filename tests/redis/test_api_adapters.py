@@ -255,7 +255,7 @@ async def test_a_candidate_serves_by_number_until_it_is_promoted(server: Api) ->
     assert added.json()["version"] == 2
     assert await server.ring.adapters.latest("policy") == 1
     assert (await server.post("/v1/completions", {"prompt": "a", "model": "policy@2"})).status_code == 200
-    checks = [{"name": "reload_parity", "passed": True, "detail": "0.01"}]
+    checks = [{"name": "reload_parity", "passed": True, "detail": "0.01", "value": 0.01}]
     promoted = await server.post("/v1/adapters/policy/promote", {"version": 2, "gate": checks})
     assert promoted.json()["policy_version"] == 2
     assert (await server.http.get("/v1/adapters/policy/versions/2")).json()["gate"] == checks
@@ -296,12 +296,12 @@ async def test_uploads_leave_only_the_newest_versions(redis_url: str, worker: Sc
 
 
 async def test_a_candidate_is_rejected_with_its_checks_and_another_is_the_best(server: Api) -> None:
-    checks = [{"name": "kl", "passed": True, "detail": "0.1"}]
+    checks = [{"name": "kl", "passed": True, "detail": "0.1", "value": None}]
     await publish(server.ring.adapters)
     fields = {"set_latest": "false", "parent": "1", "gate": json.dumps(checks)}
     made = await server.http.post("/v1/adapters/policy/versions", data=fields, files=files(mlx_config()))
     assert (made.json()["parent"], made.json()["gate"]) == (1, checks)
-    failed = [*checks, {"name": "parity", "passed": False, "detail": "far"}]
+    failed = [*checks, {"name": "parity", "passed": False, "detail": "far", "value": 0.5}]
     refused = await server.post("/v1/adapters/policy/reject", {"version": 1, "gate": failed})
     assert refused.status_code == 409, "the latest cannot be rejected"
     assert (await server.post("/v1/adapters/policy/reject", {"version": 2, "gate": failed})).json() == {

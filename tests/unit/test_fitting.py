@@ -139,6 +139,17 @@ async def test_an_image_stays_beside_what_the_system_says() -> None:
     assert made == [said("user", [*parts, {"type": "text", "text": "late"}])]
 
 
+async def test_images_of_results_come_behind_the_last_one() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    results = [said("tool", [{"type": "text", "text": "one"}, image], tool_call_id="a"), said("tool", "two")]
+    made = fitted([*results, said("user", "hi")], codec_of(OPEN))
+    assert [message["content"] for message in made] == ["one", "two", [image, {"type": "text", "text": "hi"}]]
+    made = fitted([*results, said("assistant", "so")], codec_of(OPEN))
+    assert [(message["role"], message["content"]) for message in made[1:]] == [
+        ("tool", "two"), ("user", [image]), ("assistant", "so"),
+    ]  # fmt: skip
+
+
 async def test_the_answer_goes_on_behind_what_the_system_said_late() -> None:
     turns = [said("user", "a"), said("system", "late"), said("assistant", "so it")]
     assert (await shown(FIRST, turns, continue_final_message=True))[-1] == "assistant: so it"

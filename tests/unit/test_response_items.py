@@ -207,7 +207,7 @@ def test_a_reference_that_nobody_has_looked_up_is_never_left_out_in_silence() ->
         messages({"type": "item_reference", "id": "msg_x_00"})
 
 
-def test_images_that_calls_brought_come_behind_the_last_result() -> None:
+def test_images_that_calls_brought_stay_in_their_results() -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "original"}
     calls = [{"type": "function_call", "call_id": each, "name": "view", "arguments": "{}"} for each in "ab"]
     brought = [
@@ -215,9 +215,11 @@ def test_images_that_calls_brought_come_behind_the_last_result() -> None:
         {"type": "function_call_output", "call_id": "b", "output": "two"},
     ]
     shown = messages(*calls, *brought, {**USER, "role": "developer"})
-    assert [message["role"] for message in shown] == ["assistant", "tool", "tool", "user", "developer"]
-    assert shown[1]["content"] == "one"
-    assert shown[3]["content"] == [{"type": "image_url", "image_url": {"url": image["image_url"], "detail": "high"}}]
+    assert [message["role"] for message in shown] == ["assistant", "tool", "tool", "developer"]
+    seen = {"type": "image_url", "image_url": {"url": image["image_url"], "detail": "high"}}
+    assert shown[1]["content"] == [{"type": "text", "text": "one"}, seen], (
+        "a template gets them behind (test_fitting.py)"
+    )
 
 
 def test_what_another_server_has_encrypted_is_no_text_of_ours() -> None:

@@ -201,7 +201,7 @@ async def test_a_candidate_is_uploaded_unserved_with_all_that_is_known_of_it(tmp
     async with HttpApi("http://ring", transport=httpx.MockTransport(answer)) as api:
         assert await HttpSink(api, "p", "m").stage(candidate) == 4
     form = seen[0].content.decode()
-    assert '{"kl":0.5}' in form and '[{"name":"finite","passed":true,"detail":"ok"}]' in form
+    assert '{"kl":0.5}' in form and '[{"name":"finite","passed":true,"detail":"ok","value":null}]' in form
     for name, value in (("set_latest", "false"), ("parent", "3"), ("train_step", "9"), ("model", "m")):
         assert f'name="{name}"\r\n\r\n{value}\r\n' in form
     assert 'filename="adapters.safetensors"' in form

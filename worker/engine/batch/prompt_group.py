@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_model.kv.kinds import copies, end_of, keep_rows, lie_apart, shed
+from mlx_model.kv.kinds import copies, end_of, have_beginnings, keep_rows, shed
 from worker.engine.batch.row import Row, RowTag
 from worker.engine.batch.row_model import RowModel
 from worker.engine.prefixes.slabs import KvRows
@@ -172,7 +172,7 @@ def kv_in(tagged: Sequence[Any], rows: list[Row], padding: list[int]) -> KvRows:
 def _merged(model: RowModel, entries: Sequence[Entry]) -> list[Any]:
     """Batched caches, one per layer."""
     first, *others = entries
-    if first.kv is not None and not others and lie_apart(first.kv):
+    if first.kv is not None and not others and have_beginnings(first.kv):
         keep_rows(first.kv, [0] * len(first.rows), [0])
         return list(first.kv)
     if others and any(entry.kv is not None for entry in entries):

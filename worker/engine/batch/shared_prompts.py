@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_model.device import on_cpu, on_cuda
-from mlx_model.kv.kinds import begun, divide, end_of, lie_apart, shared, whole
+from mlx_model.kv.kinds import begun, divide, end_of, have_beginnings, shared, whole
 from mlx_model.kv.shared import Form
 from shared.process.worker_settings import SharePrompts
 from worker.engine.batch.prompt_group import PromptGroup
@@ -112,7 +112,7 @@ class SharedPrompts:
 
         The rows stay where they are.
         """
-        if lie_apart(group.cache[:-1]):
+        if have_beginnings(group.cache[:-1]):
             caches, group.padding = whole(group.cache[:-1], range(len(group.rows)), group.padding)
             group.cache = [*caches, group.cache[-1]]
         together = object() if group.is_one_prompt else None
