@@ -56,11 +56,8 @@ def main(argv: list[str] | None = None) -> int:
 
         if not gave_out(error):
             raise
-        print(
-            f"mlx_parallm_train: the GPU gave out: {error}. The last checkpoint counts: start the run again,",
-            file=sys.stderr,
-        )
-        print("with fewer processes on this GPU if it lacked memory.", file=sys.stderr)
+        hint = "The last checkpoint counts: start the run again, with fewer processes on this GPU if it lacked memory."
+        print(f"mlx_parallm_train: the GPU gave out: {error}. {hint}", file=sys.stderr)
         code = 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("mlx_parallm_train: interrupted; the last checkpoint counts", file=sys.stderr)

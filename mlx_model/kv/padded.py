@@ -72,9 +72,8 @@ def is_right() -> bool:
 def _gradients_agree(fused: Callable[..., mx.array]) -> bool:
     rows, heads, kv_heads, count, positions, size = 2, 4, 2, 100, 164, 64
     scale = size**-0.5
-    draw = [mx.random.normal((rows, n, of, size), key=mx.random.key(n * of)) for n, of in ((heads, count),)]
-    draw += [mx.random.normal((rows, kv_heads, positions, size), key=mx.random.key(at)) for at in (1, 2)]
-    inputs = [each.astype(mx.bfloat16) for each in draw]
+    shapes = [(rows, heads, count, size), *[(rows, kv_heads, positions, size)] * 2]
+    inputs = [mx.random.normal(of, mx.bfloat16, key=mx.random.key(at)) for at, of in enumerate(shapes)]
     first = mx.array([0, 7])[:, None, None, None]
     seen = mx.arange(positions)
     mask = (seen <= mx.arange(positions - count, positions)[:, None]) & (seen >= first)
