@@ -124,14 +124,20 @@ def turn(client: OpenAI, episode: Episode, model: str, messages: list[Any], choi
 
 
 def learn(options: argparse.Namespace, episodes: list[Episode]) -> str:
-    """One train step from all turns of all episodes; returns the version that is served now."""
+    """One train step from all turns of all episodes; returns what is served now.
+
+    Where every question's episodes have one and the same reward, there is nothing to learn, and no step is made.
+    """
     trajectories = []
     for thing in STOCK:
         group = [episode for episode in episodes if episode.thing == thing]
         mean = sum(episode.reward for episode in group) / len(group)
         for episode in group:
             trajectories += [{**drawn, "advantage": episode.reward - mean} for drawn in episode.turns]
-    body = {"policy": options.model, "trajectories": [each for each in trajectories if each["advantage"]]}
+    tell_apart = [each for each in trajectories if each["advantage"]]
+    if not tell_apart:
+        return f"{options.model} as before: equal rewards teach nothing"
+    body = {"policy": options.model, "trajectories": tell_apart}
     headers = {"Authorization": f"Bearer {options.api_key}"}
     answer = httpx.post(f"{options.url}/v1/training/update", json=body, headers=headers, timeout=120)
     if answer.is_error or answer.json()["status"] == "rejected":  # by the gate, which says why

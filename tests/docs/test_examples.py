@@ -99,9 +99,11 @@ def test_the_notebook_s_cells_run(served: Ring, tmp_path: Path) -> None:
 
 def test_an_agent_calls_its_tool_and_learns_from_the_episode(served: Ring) -> None:
     arguments = without(command("tool_episode", "python")[1:], "--url", "--steps")
-    few = ("--url", served.url, "--steps", "1", "--group-size", "4")
+    few = ("--url", served.url, "--steps", "2", "--group-size", "12")
     printed = run(sys.executable, EXAMPLES / "tool_episode.py", *arguments, *few)
-    assert re.search(r"tool: .+, answer: '.+'\nstep 0: mean reward 0\.\d+, now policy@\d+$", printed.strip())
+    assert len(re.findall(r"tool: .+, answer: '.+'\nstep \d: mean reward 0\.\d+, now policy", printed)) == 2, printed
+    # Three quarters of the tiny model's calls are the same one, so all rewards of a step may be equal.
+    assert re.search(r"now policy@\d+$", printed, re.MULTILINE), printed
 
 
 def test_an_app_s_feedback_makes_versions_of_its_model(served: Ring, tmp_path: Path) -> None:
