@@ -261,7 +261,7 @@ class Ring:
 
     def _note_models(self, models: RingModels) -> None:
         now = time.monotonic()
-        were = {name: now for name in self.models.entries} | self._removed
+        were = dict.fromkeys(self.models.entries, now) | self._removed
         self._removed = {
             name: at for name, at in were.items() if name not in models.entries and now - at < FORGET_REMOVED_S
         }
