@@ -10,6 +10,7 @@ stopped; each result is compared with the one that was computed in peace, and ea
 import argparse
 import asyncio
 import json
+import os
 import random
 import shutil
 import signal
@@ -246,9 +247,9 @@ async def chaos(server: EmbeddedRedis, models: Sequence[Path], seconds: float, s
     print(f"chaos: seed {seed}, {seconds:.0f} s", flush=True)
     shapes = ["1", "2", "1"]  # models that each host holds
 
-    def start(at: int) -> Process:
+    def start(at: int, name: str = "") -> Process:
         own = ("--max-loaded-models", shapes[at], "--batch-turn-s", "60", *flags)
-        return start_host(server.url, models, f"h{at}", *own)
+        return start_host(server.url, models, name or f"h{at}", *own)
 
     hosts = [start(at) for at in range(len(shapes))]
     redis = connect(server.url)
@@ -275,7 +276,7 @@ async def chaos(server: EmbeddedRedis, models: Sequence[Path], seconds: float, s
             while time.monotonic() < until:
                 await asyncio.sleep(rng.uniform(2, 12))
                 at = rng.randrange(len(hosts))
-                output += await _harm(rng, seen, ring, server, hosts, at, start)
+                output += await _harm(rng, seen, ring, server, models, hosts, at, start)
                 for task in clients:
                     if task.done():
                         task.result()
@@ -302,13 +303,16 @@ async def _harm(
     seen: Seen,
     ring: Models,
     server: EmbeddedRedis,
+    models: Sequence[Path],
     hosts: list[Process],
     at: int,
-    start: Callable[[int], Process],
+    start: Callable[..., Process],
 ) -> str:
     """One fault; the output of a host that has ended by it."""
     kind = rng.choice(
-        ["worker killed"] * 4 + ["worker stopped", "host killed", "host ended", "redis", "order", "order"]
+        ["worker killed"] * 4
+        + ["worker stopped", "host killed", "host ended", "host stopped", "twin", "redis", "order", "order"]
+        + ["model removed", "files replaced", "files cut"]
     )
     workers = children(hosts[at].popen.pid)
     seen.faults[kind] += 1
@@ -318,6 +322,23 @@ async def _harm(
         names = sorted(ring._calls)
         with suppress(RedisError, OSError):
             await ring.store.order(rng.choice(["load", "unload"]), rng.choice(names))  # type: ignore[arg-type]
+    elif kind == "model removed":
+        with suppress(RedisError, OSError):
+            entry = rng.choice(list((await ring.store.read()).entries.values()))
+            await ring.store.remove(entry.name)
+            await asyncio.sleep(rng.uniform(0, 4))
+            await ring.store.put(entry)
+    elif kind.startswith("files"):
+        await asyncio.to_thread(_replace, rng.choice(models) / "model.safetensors", kind == "files cut", rng)
+    elif kind == "host stopped":  # its workers go on, and its leases and heartbeat expire if it lasts long
+        _signal(hosts[at].popen.pid, signal.SIGSTOP)
+        await asyncio.sleep(rng.uniform(1, 20))
+        _signal(hosts[at].popen.pid, signal.SIGCONT)
+    elif kind == "twin":  # two hosts at once, as a person starts one too many
+        twin = start(at, f"twin{rng.randrange(100)}")
+        await asyncio.sleep(rng.uniform(1, 10))
+        twin.stop(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+        return twin.output
     elif kind.startswith("host"):
         code = hosts[at].stop(signal.SIGKILL if kind == "host killed" else signal.SIGTERM)
         assert code in (0, -signal.SIGKILL), hosts[at].output
@@ -333,6 +354,16 @@ async def _harm(
                 await asyncio.sleep(rng.uniform(1, 8))
                 _signal(pid, signal.SIGCONT)
     return ""
+
+
+def _replace(weights: Path, is_cut: bool, rng: random.Random) -> None:
+    """Put the same bytes in a file's place, after the old ones were cut off while a load may be reading them."""
+    whole = weights.with_name("whole")
+    shutil.copy(weights, whole)
+    if is_cut:
+        os.truncate(weights, rng.randrange(weights.stat().st_size))
+        time.sleep(rng.uniform(0, 4))
+    whole.replace(weights)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
