@@ -140,7 +140,7 @@ def word(name: str, text: str) -> str:
 
 def reply(messages: list[dict[str, Any]], asked: int, told: str, wish: str) -> str:
     results = [text_of(each) for each in messages[asked:] if each["role"] == "tool"]
-    refused = "reject" in " ".join(results).lower()
+    refused = re.search("reject|declin", " ".join(results).lower()) is not None
     for text in (wish, told):
         said = [each for each in SAY.findall(text) if each == each.upper()]
         if said:
