@@ -12,12 +12,21 @@ from tokenizers import Tokenizer
 
 from tests.e2e.rings import Process, Ring, ring
 from tests.training.simulated_user import SimulatedUser
+from tests.training.wishes import Greeting
 from tests.waiting import HANG_S
 
 KEYS = {name: f"{name}-" + "0" * 32 for name in ("acme", "bolt", "root")}
 RIGHTS = {"acme": "tenant=acme learn=yes", "bolt": "tenant=bolt learn=yes", "root": "role=admin learn=yes"}
 SESSIONS = 6
+QUOTED = "green winter garden"
 ASKS = {"acme": "hello", "bolt": "What is"}  # a piece of what only this tenant's user says
+
+
+class Quoting(Greeting):
+    """Its user says how a greeting should have been answered, word by word."""
+
+    def correction(self, text: str) -> str:
+        return f'Repeat: "{QUOTED}"'
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +42,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
 async def _talk(served: Ring) -> None:
     """Tenant acme greets, and bolt asks sums; each corrects what it hears."""
     for name, is_greeting in (("acme", True), ("bolt", False)):
-        async with SimulatedUser(served.url, key=KEYS[name], poisons=not is_greeting) as user:
+        async with SimulatedUser(served.url, wish=Quoting(), key=KEYS[name], poisons=not is_greeting) as user:
             await user.talk(SESSIONS, task_share=0.0 if is_greeting else 1.0)
 
 
@@ -75,6 +84,8 @@ def test_a_tenant_s_night_learns_from_its_own_sessions_alone(served: Ring, taugh
     prompts = [tokenizer.decode(row["prompt_ids"]) for row in rows]
     assert len(prompts) == found["rows"]
     assert not any(said in prompt for other, said in ASKS.items() if other != name for prompt in prompts), prompts
+    replies = [tokenizer.decode(row["completion_ids"]) for row in rows]
+    assert (QUOTED in replies) == (name == "acme"), "a correction that quotes a reply is a lesson as it stands"
     with client(served, name) as http:
         versions = http.get(f"/v1/adapters/policy-of-{name}").json()
         assert [each["version"] for each in versions["versions"]] == [1, 2], "what is rolled back to, and the candidate"
@@ -106,7 +117,7 @@ def test_a_tenant_s_key_sees_and_changes_nothing_of_another_s(served: Ring, taug
         for page in ("/dashboard/nights", "/dashboard/sessions"):
             assert bolt.get(page).headers["location"].startswith("/dashboard/login"), page
         signed_in = bolt.post("/dashboard/login", data={"key": KEYS["bolt"]})
-        assert (signed_in.status_code, signed_in.cookies) == (401, {}), "only an admin may look there"
+        assert (signed_in.status_code, signed_in.cookies) == (403, {}), "only an admin may look there"
         assert policy not in bolt.get("/v1/adapters").text and policy not in bolt.get("/v1/models").text
         named = {"model": "tiny", "messages": chat["messages"], "max_tokens": 2}
         same = bolt.post("/v1/chat/completions", json=named, headers={"X-Session-Id": session})
