@@ -149,10 +149,10 @@ class Offers:
         each = models.entries.values()
         return [one for one in each if one.ranks == 1 and (one.name in given or self._settings.from_catalogue)]
 
-    def of(self, models: RingModels) -> tuple[dict[str, int], dict[str, str]]:
-        """Models that this host could load, and the memory that each takes here, 0: not known; and models whose files
-        it has and cannot load, and why."""
-        needs, refuses = dict[str, int](), dict[str, str]()
+    def of(self, models: RingModels) -> tuple[dict[str, int], dict[str, str], list[str]]:
+        """Models that this host could load, and the memory that each takes here, 0: not known; models whose files it
+        has and cannot load, and why; and those whose files it is about to look at."""
+        needs, refuses, unseen = dict[str, int](), dict[str, str](), list[str]()
         for entry in self.meant(models):
             described, files = self.known(entry.name), self.files(entry.name)
             comes = bool(files.hub) or bool(self._weights.givers(entry, models))
@@ -162,7 +162,9 @@ class Offers:
                 needs[entry.name] = 0 if described is None else described.need_bytes
             elif described is not None:
                 refuses[entry.name] = f"'{entry.source}' is there no longer"
-        return needs, refuses
+            elif files.place or entry.name not in self._files:
+                unseen.append(entry.name)
+        return needs, refuses, unseen
 
     def refusal(self, entry: CatalogueEntry) -> str:
         """Say what is wrong with the files that this host has of a model; "" if nothing is, or if it has none."""

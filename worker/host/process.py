@@ -545,7 +545,7 @@ class HostProcess:
 
     def _status(self, models: RingModels) -> HostStatus:
         taken = sum(held.need_bytes for held in self._held.values() if held.state != "failed")
-        offers, refuses = self._offers.of(models)
+        offers, refuses, unseen = self._offers.of(models)
         return HostStatus(
             id=self.id,
             host=self._machine,
@@ -556,6 +556,7 @@ class HostProcess:
             most_models=self._settings.max_loaded_models,
             offers=offers,
             refuses=refuses,
+            unseen=tuple(unseen),
             held=tuple(held.status for held in self._held.values()),
             draining=self._draining,
             past=self._past,
