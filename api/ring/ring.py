@@ -389,10 +389,12 @@ class Ring:
         if entry is not None and why_not is not None and why_not.is_size:
             raise _cannot_load(entry.name, why_not)
 
-    async def waiting_for(self, model: str) -> str:
+    async def waiting_for(self, model: str, *, was_served: bool) -> str:
         """The reason why sequences of a model wait that no worker serves now: "loading 43%"; "" for one that is served,
         or that was never in the catalogue. ServiceUnavailableError when a host has failed to load it, or none can;
-        UnknownModelError when it was taken out of the catalogue."""
+        UnknownModelError when it was taken out of the catalogue.
+
+        `was_served`: when they were enqueued. Then what no host is to load waits for its group to come back."""
         await self.live_models()
         if self.serving(model):
             return ""
@@ -402,9 +404,11 @@ class Ring:
                 raise UnknownModelError(f"model '{model}' was removed from the catalogue meanwhile", param="model")
             return ""
         why_not = obstacle(self.models, entry) if self.models.hosts else None  # a host that has died may come back
-        if why_not is not None:
-            raise _cannot_load(model, why_not)
-        return waiting_for(self.models, entry)
+        if why_not is None:
+            return waiting_for(self.models, entry)
+        if was_served and (why_not.is_size or entry.ranks > 1):
+            return "waiting for a group that serves the model"
+        raise _cannot_load(model, why_not)
 
     async def known(self, name: str) -> tuple[ModelCard, TextCodec]:
         """Card and codec of a model, whether or not a worker lives."""

@@ -18,6 +18,7 @@ from rich.console import Console
 from api.cli.top import view
 from api.ops.ring_view import RingSnapshot
 from shared.catalogue import RETRY_S, CatalogueEntry, HeldModel, HeldState, HostStatus
+from shared.redis import keys
 from shared.redis.processes.catalogue import CatalogueStore
 from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.sequences import SequenceSpec
@@ -198,6 +199,23 @@ async def test_a_model_that_no_machine_can_hold_is_refused_with_the_numbers(host
     assert model["state"] == "unavailable" and model["catalogue"]["why"] == why
     health = await server.http.get("/health")
     assert health.status_code == 503 and health.json()["models"][MODEL]["why"] == why
+
+
+async def test_what_a_group_has_taken_waits_for_it_to_come_back(
+    host: Host, redis: Redis, server: Api, redis_url: str
+) -> None:
+    await host.offers(need=40 * GIB, memory=16 * GIB)
+    await scripted_worker.ScriptedWorker(redis, script).join()  # and takes nothing
+    request = server.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True})
+    async with asyncio.timeout(HANG_S), request as response:
+        await host.wait_for(1)
+        await redis.delete(keys.worker(MODEL, "w1"))
+        lines = response.aiter_lines()
+        while await anext(lines) != ": waiting for a group that serves the model":
+            pass
+        assert (await server.post("/v1/chat/completions", CHAT)).status_code == 503, "and nobody else waits"
+        async with working(redis_url, script):
+            assert "data: [DONE]" in [line async for line in lines]
 
 
 async def test_who_asks_hears_that_no_host_has_a_model(host: Host, redis: Redis, server: Api) -> None:
