@@ -13,7 +13,6 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -23,8 +22,6 @@ from shared.catalogue import (
     DRAFT,
     EMPTY,
     CatalogueEntry,
-    HeldModel,
-    HeldState,
     HostStatus,
     ModelOrder,
     PastModel,
@@ -38,6 +35,7 @@ from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.processes.catalogue import CatalogueStore
 from shared.redis.processes.worker_registry import WorkerRegistry
+from worker.host.held import Held
 from worker.host.memory import limit_of, machine_room
 from worker.host.offers import Offers
 from worker.host.placement import LOADING, Load, PlacementRules, Unload, decide
@@ -56,61 +54,6 @@ REGISTER_EVERY_S = 3600.0  # cards and tokenizers, which Redis keeps for a week
 STEADY_S = 60.0  # a worker that ends of itself sooner than that after it was ready has died early
 LOOKS = 3  # at the files of a model, by processes that end amid them
 PATIENCE_S = 10.0  # beyond a worker's grace, until it is killed
-
-
-@dataclass
-class Held:
-    """A model of this host, from the lease of its load until its memory is free."""
-
-    name: str
-    need_bytes: int
-    sha256: str = ""  # that the catalogue asks for
-    expected_s: float = 0.0  # of its load, as the last one took; 0: not known
-    state: HeldState = "loading"
-    since_ms: int = 0
-    progress: float = 0.0
-    load_s: float = 0.0
-    used_ms: int = 0
-    why: str = ""
-    worker: str = ""  # id
-    child: WorkerChild | None = None
-    steps: int = -1  # of the engine, at the last look
-    orders: frozenset[str] = frozenset()  # ids of those that were there when its load began
-    starting: "asyncio.Task[str] | None" = None  # its load
-    is_given_up: bool = False  # its load is
-    task: "asyncio.Task[None] | None" = None  # its life
-
-    def become(self, state: HeldState, why: str = "") -> None:
-        self.state, self.since_ms, self.progress, self.why = state, now_ms(), 0.0, why
-
-    def give_up(self, why: str) -> None:
-        """End a download or load that is of no use any more."""
-        if self.state in LOADING and self.starting is not None and not self.is_given_up:
-            log.info("host.gives_up", model=self.name, why=why)
-            self.is_given_up = True
-            self.starting.cancel()
-
-    def advance(self, progress: float) -> None:
-        """Note how far its download or load is; the next heartbeat says so."""
-        self.progress = progress
-
-    @property
-    def status(self) -> HeldModel:
-        """The model as the next heartbeat reports it."""
-        progress = self.progress
-        if self.state == "loading" and self.expected_s:  # much of a load is not reading weights
-            progress = max(progress, min(0.95, (now_ms() - self.since_ms) / 1000 / self.expected_s))
-        return HeldModel(
-            self.name,
-            self.state,
-            min(1.0, progress),
-            self.since_ms,
-            self.need_bytes,
-            self.load_s,
-            self.worker,
-            self.used_ms,
-            self.why,
-        )
 
 
 class HostProcess:
