@@ -340,6 +340,27 @@ def test_documents_are_text_and_one_that_a_tool_has_brought_is_named_where_it_is
     assert asked.unused("", bounded=False) == ["messages.document"]
 
 
+def test_a_passage_of_a_client_s_own_search_is_text_wherever_it_stands() -> None:
+    found = {"type": "search_result", "source": "https://a.b", "title": "T", "content": text("b", "c")}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [found, *text("d")]}
+    turns = [[found, *text("q")], [USE], [result]]
+    asked = request(
+        messages=[{"role": ("user", "assistant")[at % 2], "content": each} for at, each in enumerate(turns)]
+    )
+    said, _, brought = asked.chat("").model_dump()["messages"]
+    assert said["content"] == "T\nhttps://a.b\nb\nc\nq" and brought["content"] == "T\nhttps://a.b\nb\nc\nd"
+    assert asked.unused("", bounded=False) == []
+    with pytest.raises(ValidationError, match="search_result"):
+        request(messages=[*HELLO, {"role": "assistant", "content": [found]}])
+
+
+def test_an_agent_may_bring_the_tools_of_many_servers() -> None:
+    tools = [{"name": f"mcp__server_{at}__do", "input_schema": {"type": "object"}} for at in range(513)]
+    assert len(served(request(tools=tools[:512]).chat("").tools)) == 512
+    with pytest.raises(ValidationError, match="at most 512"):
+        request(tools=tools)
+
+
 def test_what_other_servers_tools_did_and_edits_of_the_context_are_left_out_and_named() -> None:
     search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}}
     found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
