@@ -103,7 +103,7 @@ async def _lines(generation: Generation, writer: LineWriter) -> AsyncGenerator[b
 async def _plan_chat(body: ChatRequest, target: Target, *, long: bool) -> Planned:
     """A chat's plan; with `truncate` without as few of its oldest turns as it takes to fit the context."""
     ring, card, codec = target.ring, target.served.card, target.served.codec
-    most = min(ring.settings.max_prompt_tokens or card.context_length, card.context_length - 1)
+    most = min(ring.settings.max_prompt_tokens or card.context_length, ring.longest(card) - 1)
 
     async def look(skipped: int) -> tuple[bool, tuple[ChatCompletionRequest, PreparedRequest]]:
         make = partial(body.chat, codec.bundle.chat_template, skipped)

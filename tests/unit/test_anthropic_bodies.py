@@ -9,9 +9,10 @@ from pydantic import ValidationError
 from api.anthropic.blocks import BlockWriter
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.turns import ChatWriter, places_of_images, without_telemetry
+from api.http.anthropic_errors import anthropic_error
 from api.http.errors import from_validation
 from api.openai.tools import served, unserved
-from shared.errors import InvalidRequestError
+from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.text.languages.pieces import CallPart, ReplyPiece
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -352,6 +353,12 @@ def test_a_passage_of_a_client_s_own_search_is_text_wherever_it_stands() -> None
     assert asked.unused("", bounded=False) == []
     with pytest.raises(ValidationError, match="search_result"):
         request(messages=[*HELLO, {"role": "assistant", "content": [found]}])
+
+
+def test_clients_know_by_its_words_that_a_worker_s_memory_holds_no_such_conversation() -> None:
+    for message in ("9 tokens need 90 bytes of KV; this worker has 50", "prompt is too long: 9 tokens > 8 maximum"):
+        told = json.loads(anthropic_error(ContextLengthExceededError(message, param="messages"), "r"))["error"]
+        assert told["message"].startswith("prompt is too long: 9 tokens")
 
 
 def test_an_agent_may_bring_the_tools_of_many_servers() -> None:
