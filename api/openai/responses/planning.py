@@ -9,7 +9,7 @@ from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import named_images, prepare_seen, unused_hints
+from api.openai.chat import images_places, prepare_seen, unused_hints
 from api.openai.fitting import fewest_left_out
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import NO_HISTORY, ResponseHistory
@@ -101,8 +101,7 @@ async def _fitting(
 
     async def look(skipped: int) -> tuple[bool, tuple[ChatCompletionRequest, PreparedRequest]]:
         chat = await chat_body(body, skipped)
-        named = [image.where for image in named_images(chat.messages)]  # turns that are left out are the oldest
-        of_chat = dict(zip(reversed(named), reversed(places), strict=False))
+        of_chat = images_places(chat.messages, places)
         prepared = await prepare_seen(ring, card, codec, chat, history.ids, keep, of_chat)
         return len(prepared.prompts[0]) <= most, (chat, prepared)  # what does not fit is refused when it is planned
 
