@@ -164,9 +164,12 @@ class SequenceQueue:
             )
         return new
 
-    async def cancel(self, seq_ids: Sequence[str]) -> dict[str, str]:
-        """Cancel sequences: '' unknown or ended, 'queued' ended here, else the worker that was notified."""
-        return await self._settlement.cancel(seq_ids)
+    async def cancel(self, seq_ids: Sequence[str], *, gathered: bool = True) -> dict[str, str]:
+        """Cancel sequences: '' unknown or ended, 'queued' ended here, else the worker that was notified.
+
+        `gathered=False` when their job does not gather results any more: whenever they end, they report to none.
+        """
+        return await self._settlement.cancel(seq_ids, gathered)
 
     async def is_alive(self, seq: str) -> bool:
         """True while the sequence is queued or running."""
