@@ -241,7 +241,8 @@ class JobWork:
     async def _repair(self, progress: JobProgress) -> None:
         """After a long silence read again what has finished, and enqueue again what is in flight.
 
-        Of what is finished Redis may have lost that it was recorded. The queue ignores what it still has.
+        Of what is finished Redis may have lost that it was recorded, and another shard, or a copy of it, may still know
+        that it ended: it runs again. The queue ignores what it still has.
         """
         now = time.monotonic()
         repaired = self._context.repaired
@@ -254,7 +255,9 @@ class JobWork:
         self._rewarding.close()
         if not needs_model(self._spec):
             return
-        prompts = await self._prompts_of({o // self._spec.n for o in await self._in_flight(progress)})
+        in_flight = await self._in_flight(progress)
+        await self._queue.forget_ended([sequence_id(self._spec.id, o) for o in in_flight], self._finished)
+        prompts = await self._prompts_of({o // self._spec.n for o in in_flight})
         with contextlib.suppress(QueueFullError):
             await self._enqueue(list(prompts.values()))
 

@@ -171,6 +171,17 @@ class SequenceQueue:
         """
         return await self._settlement.cancel(seq_ids, gathered)
 
+    async def forget_ended(self, seq_ids: Sequence[str], finished: str) -> None:
+        """Forget which of a job's sequences have ended, so that they can be enqueued again: their results are lost.
+
+        Does nothing while `finished`, the job's stream, has a result, which may be one of these.
+        """
+        looks = [("HGET", self._prefix + seq, "state") for seq in seq_ids]
+        *states, results = await ask_all(self._redis, [*looks, ("XLEN", finished)])
+        ended = [seq for seq, state in zip(seq_ids, states, strict=True) if state in (b"done", b"cancelled")]
+        if not results:
+            await ask_all(self._redis, [("UNLINK", self._prefix + seq) for seq in ended])
+
     async def is_alive(self, seq: str) -> bool:
         """True while the sequence is queued or running."""
         state = await ask(self._redis, "HGET", keys.sequence(self._model, seq), "state")
