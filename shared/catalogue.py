@@ -20,6 +20,7 @@ from shared.sequences import SequenceClass
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127})?"
 MOST_ENTRIES = 1024
+RETRY_S = 60.0  # after a load that has failed, until its host tries it again
 MOST_ALIASES = 32  # of one entry
 LONGEST_SOURCE = 1024
 DRAFT = "draft-model"  # an option: name of another model of the catalogue, which drafts for this one
@@ -127,6 +128,7 @@ class HostStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     # each takes here; 0: not known yet
     offers: dict[str, int] = {}
     refuses: dict[str, str] = {}  # models whose files it has and cannot load, and why
+    unseen: tuple[str, ...] = ()  # models whose files it is about to look at: it may offer or refuse them in seconds
     held: tuple[HeldModel, ...] = ()
     draining: bool = False  # it is about to end, and loads nothing
     past: dict[str, PastModel] = {}  # by model

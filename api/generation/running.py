@@ -61,6 +61,7 @@ class Generation:
         self._kind: SequenceClass = "interactive"
         self._seqs = seqs
         self._history: Events = []
+        self._was_served = True  # a worker was there when it was enqueued
         self.waiting_for = ""  # what it waits for while no worker serves its model, such as "loading 43%"
         self._places: list[int] = []  # of a resumed request: where the sequences of the feed stand among all
         self.unfinished = dict.fromkeys(seqs)
@@ -93,6 +94,7 @@ class Generation:
         specs = sequences.specs(ring.api_id, ring.settings.first_token_timeout_s, kind, trace, asker().tenant)
         generation = cls(ring, model, [spec.id for spec in specs], sequences.template.deadline_ms)
         generation._span, generation._kind = span, kind
+        generation._was_served = bool(ring.serving(model))
         generation._first_deadline_ms = specs[0].first_token_deadline_ms if specs else 0
         ring.tally.histogram("vllm:request_params_n", model).observe(sequences.n)
         generation._feed = ring.frames.open(model, generation._seqs)
@@ -170,7 +172,7 @@ class Generation:
                 events = await self._feed.next()
         except TimeoutError:
             if left_s > silence_s:
-                self.waiting_for = await self._ring.waiting_for(self._model)
+                self.waiting_for = await self._ring.waiting_for(self._model, was_served=self._was_served)
                 return []
             self._note("deadline")
             self._count_first("missed")

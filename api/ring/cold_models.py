@@ -4,9 +4,10 @@ All of it is computed from the last look at hosts and catalogue (`shared/catalog
 """
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
-from shared.catalogue import CatalogueEntry, HeldState, HostStatus, RingModels
+from shared.catalogue import RETRY_S, CatalogueEntry, HeldState, HostStatus, RingModels
 from shared.fit.plan import gb
 
 # Of a model that no host holds: loadable, since a host can load it on request, or unavailable
@@ -14,7 +15,7 @@ ModelState = HeldState | Literal["loadable", "unavailable"]
 
 _NEAREST: tuple[HeldState, ...] = ("ready", "loading", "downloading", "unloading")  # to an answer
 _COMES = ("ready", "loading", "downloading")
-FAILED_RETRY_S = 30
+REFUSED_RETRY_S = 30
 EMPTY = RingModels(0, {}, (), (), {}, {})
 
 
@@ -33,6 +34,8 @@ def obstacle(models: RingModels, entry: CatalogueEntry) -> Obstacle | None:
     held = [each for host in hosts if (each := host.holds(entry.name)) is not None]
     if any(each.state != "failed" for each in held):
         return None
+    if not held and any(entry.name in host.unseen for host in hosts):
+        return None
     if not hosts:
         return Obstacle("no host is running that could load it (mlx_parallm_worker with several --model)")
     offering = [host for host in hosts if entry.name in host.offers]
@@ -42,11 +45,12 @@ def obstacle(models: RingModels, entry: CatalogueEntry) -> Obstacle | None:
         f"{host.host} cannot load it: {host.refuses[entry.name]}" for host in hosts if entry.name in host.refuses
     ]
     if not offering and refused:
-        return Obstacle("; ".join(refused), FAILED_RETRY_S)
+        return Obstacle("; ".join(refused), REFUSED_RETRY_S)
     if not offering:
         return Obstacle(
             f"none of the {len(hosts)} hosts offers '{entry.source}': a host offers the models of its --model flags, "
-            "and with --from-catalogue those of the catalogue that it may fetch or has in its --catalogue-folders"
+            "and with --from-catalogue those of the catalogue that it may fetch or has in its --catalogue-folders "
+            "(it looks for a new one within seconds)"
         )
     fitting = [host for host in offering if host.offers[entry.name] <= (host.memory_bytes or float("inf"))]
     if not fitting:
@@ -55,13 +59,12 @@ def obstacle(models: RingModels, entry: CatalogueEntry) -> Obstacle | None:
     if not free:
         names = ", ".join(sorted({host.host for host in fitting}))
         return Obstacle(f"pinned models leave no room for it on {names}: unpin one")
-    failures = {host.host: each for host in free if (each := host.holds(entry.name)) is not None}
-    if len(failures) == len({host.host for host in free}):
-        reasons = "; ".join(
-            f"on {name} loading failed: {each.why or 'no reason given'}" for name, each in failures.items()
-        )
-        return Obstacle(reasons, FAILED_RETRY_S)
-    return None
+    failed = [(host, each) for host in free if (each := host.holds(entry.name)) is not None]
+    left_s = min((RETRY_S - (host.heartbeat_ms - each.since_ms) / 1000 for host, each in failed), default=0)
+    if len(failed) < len(free) or left_s <= 0:  # some host has not tried it yet, or tries it again
+        return None
+    reasons = "; ".join(f"on {host.host} loading failed: {each.why or 'no reason given'}" for host, each in failed)
+    return Obstacle(reasons, ceil(left_s))
 
 
 def _is_pinned_full(models: RingModels, host: HostStatus, entry: CatalogueEntry) -> bool:

@@ -72,6 +72,8 @@ WATCH_S = 1.0  # between two looks whether a ring answers, where there are sever
 ANSWER_S = 2.0  # for which it may be silent
 GIVEN_UP_S = 15.0  # after which the requests of another ring end that is away
 MAX_SCORE_S = 60.0  # that a job runner may take over texts to be scored at once
+REMOVED_S = 5.0  # without its entry, after which a model counts as removed: a Redis may have lost the catalogue
+FORGET_REMOVED_S = 600.0
 SERVING = frozenset({"ready", "paused"})  # states of workers that have taken, or will take, what waits
 
 
@@ -107,6 +109,7 @@ class Ring:
         self.registry = WorkerRegistry(self.redis, shares=True)
         self.catalogue = CatalogueStore(self.redis)
         self.models: RingModels = EMPTY  # of the catalogue, and the hosts, as of the last look
+        self._removed: dict[str, float] = {}  # monotonic, since when models are no longer in it
         self.affinity = Affinity(self.redis, self.registry)
         self.codecs = CodecCache(self.registry)
         self.grammars: GrammarChecker = home.grammars if home else GrammarChecker()
@@ -245,7 +248,7 @@ class Ring:
             async with self._looking:  # one looks, the others wait for what it sees
                 if time.monotonic() - self._looked > LOOK_AGAIN_S:
                     cards = await self.registry.models()
-                    self.models = await self.catalogue.read()
+                    self._note_models(await self.catalogue.read())
                     self._workers = {card.name: await self.registry.workers(card.name) for card in cards}
                     self._forecasts.clear()
                     self._live = {card.name: card for card in cards if self.serving(card.name)}
@@ -255,6 +258,14 @@ class Ring:
                     for card in self._live.values():
                         self.codecs.prepare(card)
         return self._live
+
+    def _note_models(self, models: RingModels) -> None:
+        now = time.monotonic()
+        were = dict.fromkeys(self.models.entries, now) | self._removed
+        self._removed = {
+            name: at for name, at in were.items() if name not in models.entries and now - at < FORGET_REMOVED_S
+        }
+        self.models = models
 
     async def look(self) -> None:
         """Look at workers, hosts and catalogue now: the caller has just changed them, or is about to."""
@@ -378,17 +389,26 @@ class Ring:
         if entry is not None and why_not is not None and why_not.is_size:
             raise _cannot_load(entry.name, why_not)
 
-    async def waiting_for(self, model: str) -> str:
+    async def waiting_for(self, model: str, *, was_served: bool) -> str:
         """The reason why sequences of a model wait that no worker serves now: "loading 43%"; "" for one that is served,
-        or that is not in the catalogue. ServiceUnavailableError when a host has failed to load it, or none can."""
+        or that was never in the catalogue. ServiceUnavailableError when a host has failed to load it, or none can;
+        UnknownModelError when it was taken out of the catalogue.
+
+        `was_served`: when they were enqueued. Then what no host is to load waits for its group to come back."""
         await self.live_models()
+        if self.serving(model):
+            return ""
         entry = self.models.entries.get(model)
-        if entry is None or self.serving(model):
+        if entry is None:
+            if time.monotonic() - self._removed.get(model, float("inf")) > REMOVED_S:
+                raise UnknownModelError(f"model '{model}' was removed from the catalogue meanwhile", param="model")
             return ""
         why_not = obstacle(self.models, entry) if self.models.hosts else None  # a host that has died may come back
-        if why_not is not None:
-            raise _cannot_load(model, why_not)
-        return waiting_for(self.models, entry)
+        if why_not is None:
+            return waiting_for(self.models, entry)
+        if was_served and (why_not.is_size or entry.ranks > 1):
+            return "waiting for a group that serves the model"
+        raise _cannot_load(model, why_not)
 
     async def known(self, name: str) -> tuple[ModelCard, TextCodec]:
         """Card and codec of a model, whether or not a worker lives."""

@@ -176,7 +176,7 @@ def _check_nights(settings: ServeSettings) -> None:
     if any(key.apart for key in KeyRing.of(settings)):
         raise SetupError(
             "--learn-when: sessions are each tenant's own, so on a server whose keys have tenants each tenant's policy "
-            "is taught by mlx_parallm_train with that tenant's key"
+            "is taught by mlx_parallm_train --over-http with that tenant's key"
         )
     for flag, file in (("--suite", settings.suite), ("--train-config", settings.train_config)):
         if file is not None and not file.is_file():

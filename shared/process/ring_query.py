@@ -72,7 +72,10 @@ async def _ask(api: str, api_key: str, transport: httpx.AsyncBaseTransport | Non
     if answer.status_code == 401:
         raise SetupError(f"{api} wants an API key: set PARALLM_CONNECT_KEY, or give --connect-key")
     if answer.status_code == 403:
-        raise SetupError(f"{api} wants an admin's key: this one is a tenant's (PARALLM_CONNECT_KEY, --connect-key)")
+        raise SetupError(
+            f"{api} wants an admin's key: this one is a tenant's (PARALLM_CONNECT_KEY, --connect-key), with which a "
+            "trainer runs --over-http"
+        )
     if answer.status_code >= 500:
         raise ServiceUnavailableError(f"{api} answers {answer.status_code}: {answer.text[:200]}")
     try:

@@ -145,6 +145,12 @@ class TextCodec:
         """True if decoding hides this token."""
         return spelling in self._special
 
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The token that ends a text; (): the model has none."""
+        named = self.added_token(self.bundle.special_tokens.get("eos_token", ""))
+        return tuple(self.bundle.eos_token_ids[:1]) if named is None else (named,)
+
     def without_special(self, text: str) -> str:
         """A text with a space for each special token that is spelled in it, in one pass: none can appear by that."""
         return text if self._spelled is None else self._spelled.sub(" ", text)

@@ -107,9 +107,9 @@ def main() -> None:
     fused = padded.is_right()
     print(f"fused attention in shapes with gradients: {fused}", flush=True)
     every = {
-        "copied": partial(shared_scores, chunk=chunk, learns="logp", fused=fused),
+        "copied": partial(shared_scores, chunk=chunk, learns="logp", reads="fused" if fused else None),
         "unfused": partial(shared_scores, chunk=chunk),
-        "in place": partial(shared_scores, chunk=chunk, learns="logp", form=form),
+        "in place": partial(shared_scores, chunk=chunk, learns="logp", reads=form),
         "rows": partial(row_scores, chunk=chunk, learns="logp"),
     }
     ways = {name: scores for name, scores in every.items() if name == "copied" or name in args.ways}

@@ -10,11 +10,13 @@ stopped; each result is compared with the one that was computed in peace, and ea
 import argparse
 import asyncio
 import json
+import os
 import random
 import shutil
 import signal
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -32,6 +34,7 @@ from shared.catalogue import HeldModel
 from shared.machine.memory import footprint
 from shared.redis.connection.client import connect
 from shared.redis.processes.catalogue import CatalogueStore
+from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.redis.tokens.reader import FrameReader
@@ -169,23 +172,47 @@ async def switches(url: str, models: Sequence[Path], count: int, pause_s: float,
     print(f"memory of the host and its workers: {first:.0f} MB, after all switches {last:.0f} MB: {last / first:.3f}")
 
 
-async def gaps(url: str, model: str, tokens: int, meanwhile: Callable[[], object]) -> list[float]:
-    """Seconds between two tokens of one row; `meanwhile` is called when it has begun."""
+@dataclass(frozen=True)
+class Gap:
+    """Time between two tokens of one row."""
+
+    whole_s: float
+    waited_s: float  # of it, for which the thread of its worker that waited longest for a processor did so; Linux only
+
+    @property
+    def own_s(self) -> float:
+        """What is left of it: no thread waited for longer, so at least this is not due to others' use of processors."""
+        return max(0.0, self.whole_s - self.waited_s)
+
+
+def waits(pid: int) -> dict[str, int]:
+    """Nanoseconds for which each thread of a process was ready to run and had no processor."""
+    found = {}
+    for each in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):  # it has ended
+            found[each.parent.name] = int(each.read_text().split()[1])
+    return found
+
+
+async def gaps(url: str, model: str, tokens: int, meanwhile: Callable[[], object]) -> list[Gap]:
+    """Between the tokens of one row; `meanwhile` is called when it has begun."""
     redis, reader = connect(url), FrameReader(url, "watching")
     await reader.start()
+    (worker,) = await WorkerRegistry(redis).workers(model)
     name = f"watched-{time.time_ns()}"
     feed = reader.open(model, [name])
     spec = SequenceSpec(name, model, PROMPTS[0], SamplingParams(tokens, 0, ignore_eos=True), api="watching")
     await SequenceQueue(redis, model).enqueue([spec])
-    found, last = [], 0.0
+    found, last, before = [], 0.0, dict[str, int]()
     while not feed.done:
         events = await feed.next()
-        now = time.perf_counter()
+        now, waited = time.perf_counter(), waits(worker.pid)
         if last:
-            found.append(now - last)
+            longest = max((ns - before.get(thread, ns) for thread, ns in waited.items()), default=0)
+            found.append(Gap(now - last, longest / 1e9))
         elif events:
             meanwhile()
-        last = now
+        last, before = now, waited
     feed.close()
     await reader.stop()
     await redis.aclose()
@@ -193,7 +220,8 @@ async def gaps(url: str, model: str, tokens: int, meanwhile: Callable[[], object
 
 
 async def disturbance(url: str, models: Sequence[Path], tokens: int, pause_s: float, flags: Sequence[str]) -> None:
-    """Gaps of a running row, alone, and while another model is loaded on its host."""
+    """Gaps of a running row: alone, while another model is loaded on its host, and while a process that has nothing to
+    do with the ring computes for as long."""
     first, second = (model.name for model in models[:2])
     redis = connect(url)
     ring = Models(redis)
@@ -211,10 +239,18 @@ async def disturbance(url: str, models: Sequence[Path], tokens: int, pause_s: fl
             beside = await gaps(url, first, tokens, load)
             await loading[0]
             held = await ring.until_ready(second)
+            await asyncio.sleep(pause_s)
+            busy = f"import time\nend = time.time() + {held.load_s}\nwhile time.time() < end: pass"
+            control = await gaps(url, first, tokens, lambda: subprocess.Popen([sys.executable, "-c", busy]))
     await redis.aclose()
-    for what, found in (("alone", alone), ("while another model is loaded", beside)):
-        print(f"gaps between tokens {what}: {_shown(found)}")
-    print(f"the load took {held.load_s:.2f} s, the watched row {sum(beside):.2f} s")
+    print(f"the load took {held.load_s:.2f} s, the watched row {sum(each.whole_s for each in beside):.2f} s")
+    for what, found in (
+        ("alone", alone),
+        ("while another model is loaded", beside),
+        ("while another process computes as long", control),
+    ):
+        print(f"gaps between tokens {what}: {_shown([each.whole_s for each in found])}")
+        print(f"  less the longest wait of a thread for a processor: {_shown([each.own_s for each in found])}")
 
 
 def _shown(found: Sequence[float]) -> str:
@@ -246,9 +282,9 @@ async def chaos(server: EmbeddedRedis, models: Sequence[Path], seconds: float, s
     print(f"chaos: seed {seed}, {seconds:.0f} s", flush=True)
     shapes = ["1", "2", "1"]  # models that each host holds
 
-    def start(at: int) -> Process:
+    def start(at: int, name: str = "") -> Process:
         own = ("--max-loaded-models", shapes[at], "--batch-turn-s", "60", *flags)
-        return start_host(server.url, models, f"h{at}", *own)
+        return start_host(server.url, models, name or f"h{at}", *own)
 
     hosts = [start(at) for at in range(len(shapes))]
     redis = connect(server.url)
@@ -275,7 +311,7 @@ async def chaos(server: EmbeddedRedis, models: Sequence[Path], seconds: float, s
             while time.monotonic() < until:
                 await asyncio.sleep(rng.uniform(2, 12))
                 at = rng.randrange(len(hosts))
-                output += await _harm(rng, seen, ring, server, hosts, at, start)
+                output += await _harm(rng, seen, ring, server, models, hosts, at, start)
                 for task in clients:
                     if task.done():
                         task.result()
@@ -302,13 +338,16 @@ async def _harm(
     seen: Seen,
     ring: Models,
     server: EmbeddedRedis,
+    models: Sequence[Path],
     hosts: list[Process],
     at: int,
-    start: Callable[[int], Process],
+    start: Callable[..., Process],
 ) -> str:
     """One fault; the output of a host that has ended by it."""
     kind = rng.choice(
-        ["worker killed"] * 4 + ["worker stopped", "host killed", "host ended", "redis", "order", "order"]
+        ["worker killed"] * 4
+        + ["worker stopped", "host killed", "host ended", "host stopped", "twin", "redis", "order", "order"]
+        + ["model removed", "files replaced", "files cut"]
     )
     workers = children(hosts[at].popen.pid)
     seen.faults[kind] += 1
@@ -318,6 +357,23 @@ async def _harm(
         names = sorted(ring._calls)
         with suppress(RedisError, OSError):
             await ring.store.order(rng.choice(["load", "unload"]), rng.choice(names))  # type: ignore[arg-type]
+    elif kind == "model removed":
+        with suppress(RedisError, OSError):
+            entry = rng.choice(list((await ring.store.read()).entries.values()))
+            await ring.store.remove(entry.name)
+            await asyncio.sleep(rng.uniform(0, 4))
+            await ring.store.put(entry)
+    elif kind.startswith("files"):
+        await asyncio.to_thread(_replace, rng.choice(models) / "model.safetensors", kind == "files cut", rng)
+    elif kind == "host stopped":  # its workers go on, and its leases and heartbeat expire if it lasts long
+        _signal(hosts[at].popen.pid, signal.SIGSTOP)
+        await asyncio.sleep(rng.uniform(1, 20))
+        _signal(hosts[at].popen.pid, signal.SIGCONT)
+    elif kind == "twin":  # two hosts at once, as a person starts one too many
+        twin = start(at, f"twin{rng.randrange(100)}")
+        await asyncio.sleep(rng.uniform(1, 10))
+        twin.stop(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+        return twin.output
     elif kind.startswith("host"):
         code = hosts[at].stop(signal.SIGKILL if kind == "host killed" else signal.SIGTERM)
         assert code in (0, -signal.SIGKILL), hosts[at].output
@@ -333,6 +389,16 @@ async def _harm(
                 await asyncio.sleep(rng.uniform(1, 8))
                 _signal(pid, signal.SIGCONT)
     return ""
+
+
+def _replace(weights: Path, is_cut: bool, rng: random.Random) -> None:
+    """Put the same bytes in a file's place, after the old ones were cut off while a load may be reading them."""
+    whole = weights.with_name("whole")
+    shutil.copy(weights, whole)
+    if is_cut:
+        os.truncate(weights, rng.randrange(weights.stat().st_size))
+        time.sleep(rng.uniform(0, 4))
+    whole.replace(weights)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

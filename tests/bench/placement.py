@@ -8,8 +8,10 @@ Two oracles. `all` is everything that was asked for: no placement can serve more
 knowledge of the future: it evicts what is needed last, and loads what will be needed within 12 s. The optimum lies
 between them, or below `ahead` where that is worse than the rules without it. `roomy` is a ring whose machines hold
 every model that alone fits them, without loads: what is missing there is missing for lack of speed, not of memory.
-`--ablate` leaves out one rule after another. `--trace` takes arrivals and lengths from files of the form of Azure's LLM
-inference traces (github.com/Azure/AzurePublicDataset, CC-BY; Patel et al., Splitwise, ISCA 2024); none of them is here.
+`--ablate` leaves out one rule after another. `--outside N` gives each of the N models that are asked for most a worker
+of no host, on a further small machine, and shows what hosts load that see its rows, and hosts that do not. `--trace`
+takes arrivals and lengths from files of the form of Azure's LLM inference traces (github.com/Azure/AzurePublicDataset,
+CC-BY; Patel et al., Splitwise, ISCA 2024); none of them is here.
 """
 
 import argparse
@@ -19,7 +21,8 @@ import lzma
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -210,10 +213,12 @@ def simulate(
     *,
     roomy: bool = False,
     seed: int = 0,
+    outside: Sequence[str] = (),
 ) -> Outcome:
-    """One run; sequences of its last SLO_MS do not count."""
+    """One run; sequences of its last SLO_MS do not count. `outside`: models with a worker of no host."""
     requests = [replace(each) for each in requests]
-    ring = Ring(MACHINES, MODELS, decided, rules, seed=seed)
+    workers = {name: replace(MACHINES[0], id=f"outside-{name}") for name in outside}
+    ring = Ring(MACHINES, MODELS, decided, rules, seed=seed, outside=workers)
     if roomy:
         ring.hold_everything()
     ring.run(requests, end_ms)
@@ -266,6 +271,27 @@ def foresight(requests: Sequence[Request]) -> Decide:
     return decided
 
 
+def blind(names: Collection[str]) -> Decide:
+    """The same rules without the knowledge that rows of some models run elsewhere."""
+
+    def decided(
+        facts: RingModels, demand: Mapping[str, ModelDemand], me: str, rules: PlacementRules
+    ) -> list[Load | Unload]:
+        unseen = {name for name in names if not facts.holding(name)}
+        seen = {
+            name: msgspec.structs.replace(asked, running={}) if name in unseen else asked
+            for name, asked in demand.items()
+        }
+        return decide(facts, seen, me, rules)
+
+    return decided
+
+
+def most_asked(requests: Sequence[Request], count: int) -> list[str]:
+    """The models of most requests."""
+    return [name for name, _ in Counter(request.model for request in requests).most_common(count)]
+
+
 def quantile(values: Sequence[float], part: float) -> float:
     """A quantile of times, in seconds."""
     ordered = sorted(values) or [0.0]
@@ -308,15 +334,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30, help="of simulated time")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--ablate", action="store_true", help="leave out one rule after another")
+    parser.add_argument("--outside", type=int, default=0, help="models that have a worker of no host")
     parser.add_argument("--trace", type=Path, nargs="+", help="CSV: TIMESTAMP, ContextTokens, GeneratedTokens")
     parser.add_argument("--every", type=int, default=6, help="take one of so many requests of a trace")
     args = parser.parse_args(argv)
     if args.trace:
         SCENARIOS["trace"], args.scenario = lambda demand: demand.trace(args.trace, args.every), ["trace"]
     failed = False
-    print(
-        f"scenario    tok/s | roomy ahead | ours  {HEADER}" if not args.ablate else f"scenario rules | ours  {HEADER}"
-    )
+    own_rules = "scenario rules | ours  " if args.ablate or args.outside else "scenario    tok/s | roomy ahead | ours  "
+    print(own_rules + HEADER)
     for name in args.scenario:
         runs = [drawn(name, seed, args.minutes) for seed in range(args.seeds)]
 
@@ -328,6 +354,15 @@ def main(argv: list[str] | None = None) -> int:
                 for seed, (requests, end) in enumerate(runs)  # noqa: B023
             ]
 
+        if args.outside:
+            for label, sees in (("see its rows", True), ("do not", False)):
+                found = [
+                    simulate(requests, end, decide if sees else blind(own), PlacementRules(), seed=seed, outside=own)
+                    for seed, (requests, end) in enumerate(runs)
+                    if (own := most_asked(requests, args.outside))
+                ]
+                print(f"{name:9} {label:12} | {shown(found)}", flush=True)
+            continue
         if args.ablate:
             for label, rules in ABLATIONS.items():
                 print(f"{name:9} {label:12} | {shown(outcomes(lambda _: decide, rules))}", flush=True)

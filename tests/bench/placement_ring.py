@@ -103,6 +103,7 @@ class Host:
     published: HostStatus | None = None
     alive: bool = True
     hung: bool = False  # sends heartbeats, but carries out nothing
+    beats: bool = True  # False: no host at all, but a worker for one model that was started by hand
     advanced_ms: float = 0.0
     version: int = 0  # of its rows; events of older ones are void
     born: int = 0  # how often it was started
@@ -147,15 +148,21 @@ class Ring:
         seed: int = 0,
         entries: Mapping[str, CatalogueEntry] | None = None,
         clocks_ms: float = 0.0,  # by which machines' clocks are off, at most
+        outside: Mapping[str, Machine] = {},
     ) -> None:
+        """`outside`: models that have a worker of no host, each on a machine of its own."""
         self.models = {model.name: model for model in models}
         self.entries = dict(entries or {m.name: CatalogueEntry(m.name, m.name, size_bytes=m.size) for m in models})
         self.hosts = {machine.id: Host(machine) for machine in machines}
+        for name, machine in outside.items():
+            self.hosts[machine.id] = worker = Host(machine, beats=False)
+            held = HeldModel(name, "ready", need_bytes=self.models[name].size)
+            worker.children[name] = Child(self.models[name], worker, held, loads_from=0.0)
         self.tally = Tally()
         self.now = 0.0
         self._decide, self.rules = decide, rules
         self._random = random.Random(seed)
-        self._clocks = {machine.id: round(self._random.uniform(-clocks_ms, clocks_ms)) for machine in machines}
+        self._clocks = {each: round(self._random.uniform(-clocks_ms, clocks_ms)) for each in self.hosts}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count(1)
         self._queues: dict[tuple[str, SequenceClass], deque[Request]] = {}
@@ -178,7 +185,8 @@ class Ring:
 
     def run(self, requests: list[Request], until_ms: float) -> list[Request]:
         for host in self.hosts.values() if self.now == 0 else ():
-            self._beat(host, self._random.uniform(0, TICK_MS), host.born)
+            if host.beats:
+                self._beat(host, self._random.uniform(0, TICK_MS), host.born)
         for request in requests:
             self.at(request.at_ms, lambda request=request: self._arrive(request))  # type: ignore[misc]
         while self._events and self._events[0][0] <= until_ms:

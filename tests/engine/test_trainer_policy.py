@@ -206,7 +206,7 @@ def test_layers_of_every_kind_hand_their_prompt_on_with_its_gradients(
     policy.load(moved(policy))
     x = to_arrays(microbatch(longest=3 * WINDOW))
     shared = policy.scores
-    assert isinstance(shared, partial) and (shared.keywords["form"] is None) == (name == "mamba2")
+    assert isinstance(shared, partial) and (shared.keywords["reads"] is None) == (name == "mamba2")
 
     def gradient(scores: Any) -> tuple[float, dict[str, mx.array]]:
         def loss(tree: Any) -> mx.array:
@@ -216,7 +216,9 @@ def test_layers_of_every_kind_hand_their_prompt_on_with_its_gradients(
         return value.item(), dict(tree_flatten(arrays))
 
     value, expected = gradient(row_scores)
-    fused = partial(shared_scores, fused=shared.keywords["form"] == "keys", chunk=5, learns="logp")
+    fused = partial(
+        shared_scores, reads="fused" if shared.keywords["reads"] == "keys" else None, chunk=5, learns="logp"
+    )
     for scores, least in ((shared, 1 << 40), (shared, 0), (fused, 1 << 40)):
         monkeypatch.setattr(logprobs, "LEAST_SPARED", least)
         ours, found = gradient(scores)

@@ -17,7 +17,8 @@ from rich.console import Console
 
 from api.cli.top import view
 from api.ops.ring_view import RingSnapshot
-from shared.catalogue import CatalogueEntry, HeldModel, HeldState, HostStatus
+from shared.catalogue import RETRY_S, CatalogueEntry, HeldModel, HeldState, HostStatus
+from shared.redis import keys
 from shared.redis.processes.catalogue import CatalogueStore
 from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.sequences import SequenceSpec
@@ -51,10 +52,14 @@ class Host:
             await WorkerRegistry(self._redis).register_model(scripted_worker.CARD, bundle())
         await self.store.beat(self._status)
 
-    async def holds(self, state: HeldState, progress: float = 0.0, why: str = "") -> None:
+    async def holds(self, state: HeldState, progress: float = 0.0, why: str = "", age_s: float = 0.0) -> None:
         """It has begun to load the model, and is so far."""
         held = HeldModel(MODEL, state, progress, need_bytes=GIB, why=why)
-        await self.store.beat(structs.replace(self._status, held=(held,)))
+        await self.store.beat(structs.replace(self._status, heartbeat_ms=round(1000 * age_s), held=(held,)))
+
+    async def has_just_started(self) -> None:
+        """It does not know the model's files yet."""
+        await self.store.beat(structs.replace(self._status, offers={}, unseen=(MODEL,)))
 
     async def refuses(self, why: str) -> None:
         """It has found its files to be damaged."""
@@ -147,11 +152,40 @@ async def test_a_load_that_fails_ends_those_that_wait_with_the_reason(host: Host
     await host.wait_for(3)
     await host.holds("failed", why="no space left on device")
     why = "model 'scripted' is not loaded, and no host can load it: on mini loading failed: no space left on device"
-    assert error_of(await whole) == (503, why) and (await whole).headers["retry-after"] == "30"
+    assert error_of(await whole) == (503, why) and (await whole).headers["retry-after"] == "60"
     assert why in (await stream).text and (await stream).text.rstrip().endswith("data: [DONE]")
     assert error_of(await other) == (529, why)
     assert error_of(await server.post("/v1/chat/completions", CHAT)) == (503, why), "and those that come now"
     await host.wait_for(0)  # nothing is left in the queue that would have the model loaded again
+    await host.holds("failed", why="no space left on device", age_s=RETRY_S)
+    asked = asyncio.create_task(server.post("/v1/chat/completions", CHAT))
+    await host.wait_for(1)  # hosts try it again for those that come later
+    await host.holds("failed", why="still none")
+    assert error_of(await asked)[1].endswith("still none")
+
+
+async def test_a_model_that_is_removed_ends_those_that_wait_for_it(
+    host: Host, server: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.ring.ring.REMOVED_S", 0.0)
+    await host.offers()
+    asked = asyncio.create_task(server.post("/v1/chat/completions", CHAT))
+    await host.wait_for(1)
+    await host.store.remove(MODEL)
+    assert error_of(await asked) == (404, f"model '{MODEL}' was removed from the catalogue meanwhile")
+
+
+async def test_a_request_waits_for_a_host_that_has_not_looked_at_the_files_yet(
+    host: Host, server: Api, redis_url: str
+) -> None:
+    await host.offers()
+    asked = asyncio.create_task(server.post("/v1/chat/completions", CHAT))
+    await host.wait_for(1)
+    await host.has_just_started()
+    later = asyncio.create_task(server.post("/v1/chat/completions", CHAT))
+    await host.wait_for(2)
+    async with working(redis_url, script):
+        assert [(await each).status_code for each in (asked, later)] == [200, 200]
 
 
 async def test_a_model_that_no_machine_can_hold_is_refused_with_the_numbers(host: Host, server: Api) -> None:
@@ -165,6 +199,23 @@ async def test_a_model_that_no_machine_can_hold_is_refused_with_the_numbers(host
     assert model["state"] == "unavailable" and model["catalogue"]["why"] == why
     health = await server.http.get("/health")
     assert health.status_code == 503 and health.json()["models"][MODEL]["why"] == why
+
+
+async def test_what_a_group_has_taken_waits_for_it_to_come_back(
+    host: Host, redis: Redis, server: Api, redis_url: str
+) -> None:
+    await host.offers(need=40 * GIB, memory=16 * GIB)
+    await scripted_worker.ScriptedWorker(redis, script).join()  # and takes nothing
+    request = server.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True})
+    async with asyncio.timeout(HANG_S), request as response:
+        await host.wait_for(1)
+        await redis.delete(keys.worker(MODEL, "w1"))
+        lines = response.aiter_lines()
+        while await anext(lines) != ": waiting for a group that serves the model":
+            pass
+        assert (await server.post("/v1/chat/completions", CHAT)).status_code == 503, "and nobody else waits"
+        async with working(redis_url, script):
+            assert "data: [DONE]" in [line async for line in lines]
 
 
 async def test_who_asks_hears_that_no_host_has_a_model(host: Host, redis: Redis, server: Api) -> None:

@@ -24,9 +24,11 @@ class SimulatedUser:
     """Talks to the server at `url` in sessions of its own."""
 
     def __init__(
-        self, url: str, *, wish: Wish | None = None, model: str = "tiny", seed: int = 0, poisons: bool = False
-    ) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=HANG_S)
+        self, url: str, *, wish: Wish | None = None, model: str = "tiny", seed: int = 0, poisons: bool = False,
+        key: str = "",
+    ) -> None:  # fmt: skip
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        self._http = httpx.AsyncClient(base_url=url, timeout=HANG_S, headers=headers)
         self._room = asyncio.Semaphore(AT_ONCE)
         self._wish, self._model, self._seed, self._poisons = wish or Greeting(), model, seed, poisons
 

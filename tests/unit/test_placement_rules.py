@@ -146,6 +146,14 @@ def test_what_a_dead_machine_held_is_loaded_elsewhere() -> None:
     assert all(request.ended_ms < math.inf for request in asked) and ring.tally.loads == 2
 
 
+def test_hosts_leave_a_model_to_its_own_worker_while_that_one_keeps_up() -> None:
+    own = Machine("own", 10, 40, 2)
+    for count, loads in ((30, 0), (300, 1)):
+        ring = Ring([Machine("m0", 10, 40, 2)], [Model("a", 6)], decide, PlacementRules(), outside={"a": own})
+        asked = ring.run([Request(20_000, "a", "interactive", 4) for _ in range(count)], 90_000)
+        assert all(request.ended_ms < math.inf for request in asked) and ring.tally.loads == loads
+
+
 def test_the_next_best_host_loads_what_the_best_one_does_not() -> None:
     machines = [Machine("m0", 10, 40, 20), Machine("m1", 10, 40, 2)]
     ring = Ring(machines, [Model("a", 6)], decide, PlacementRules())

@@ -23,7 +23,7 @@ from shared.signals import (
 )
 from tests.unit.api_texts import EOS, codec, ids
 from trainer.learners.distilling import ScoredRow
-from trainer.runs.distillation.hindsight import SessionTurn, is_held_out, lesson_of, likelier
+from trainer.runs.distillation.hindsight import SessionTurn, is_held_out, lesson_of, likelier, quoted
 from trainer.settings import TrainSettings
 
 SURE = {"accept": {"accept": 1.0}, "correction": {"correction": 1.0}}
@@ -101,6 +101,29 @@ def test_an_edited_reply_and_one_that_was_liked_are_lessons_as_they_are() -> Non
     assert [dict(zip(*place, strict=True)) for place in zip(row.top_ids, row.top_logprobs, strict=True)] == [
         {token: 0.0} for token in lesson.reply_ids
     ], "its own tokens and no others"
+
+
+@pytest.mark.parametrize(
+    ("correction", "found"),
+    [
+        ('No. Say it like this: "In short, it is a tree."', ["In short, it is a tree."]),
+        ("Please write\n“it is a tree”\nor «it was a tree».", ["it is a tree", "it was a tree"]),
+        ('You said "very many trees", why?', []),  # what the reply had
+        ('Do not say "it is a tree" again.', []),
+        ('I don\'t want "it is a tree": say "this is a tree".', ["this is a tree"]),
+        ('Use "tree" in it.', []),  # a word
+        ('Say "it is a tree', []),
+    ],
+)
+def test_a_correction_that_quotes_a_reply_is_one(correction: str, found: list[str]) -> None:
+    assert quoted(correction, "There are Very Many Trees.") == found
+
+
+def test_a_quoted_reply_ends_as_the_model_ends_its_own() -> None:
+    said = 'say "it is a tree"'
+    for finish in ("stop", "length"):
+        _, lesson = lesson_of("s", turn(0.1, ("verdict", ""), finish=finish), codec(), said)
+        assert lesson is not None and lesson.quoted == ((*ids("it is a tree"), EOS),)
 
 
 def test_of_several_drafts_the_one_that_the_correction_adds_most_to_is_learned() -> None:

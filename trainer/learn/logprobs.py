@@ -43,6 +43,9 @@ class TokenScores(NamedTuple):
 
 
 Learns = Literal["all", "logp"]  # which scores need gradients
+# How rows read prompts: where they are, in a form of this model's leaves, if that pays; or copies of them, in shapes of
+# which MLX's fused attention has gradients (mlx_model/kv/padded.py).
+Reads = Form | Literal["fused"]
 ValueOf = Callable[[mx.array], mx.array]  # hidden states [..., H] in fp32 to values [..., 1]
 
 
@@ -258,30 +261,26 @@ def shared_scores(
     entropy: bool = True,
     chunk: int = 0,
     value: ValueOf | None = None,
-    form: Form | None = None,
+    reads: Reads | None = None,
     learns: Learns = "all",
-    fused: bool = False,
 ) -> TokenScores:
     """Each prompt once, then all completions after it; the head takes `chunk` positions at a time, 0: all at once.
 
-    `form`: in which this model's attention reads prompts where they are, if that pays; None: rows copy keys and values.
-    `fused`: by MLX's fused attention, in shapes of which it has gradients (mlx_model/kv/padded.py).
+    `reads`: None: rows copy keys and values, and attention is as MLX chooses.
     """
     body, head = halves_of(model, chunk)
     has_states = any(type(leaf) is ArraysCache for leaf in leaves(make_prompt_cache(model)))
     if has_states and x.seen is not None:
         return row_scores(model, x, entropy=entropy, chunk=chunk, value=value, learns=learns)
-    hidden_BTH = (_prompt_by_prompt if has_states else _behind_prompts)(model, body, x, form, fused)
+    hidden_BTH = (_prompt_by_prompt if has_states else _behind_prompts)(model, body, x, reads)
     drawn = positions_of(x.drawn, x.completion_BT.shape)
     scores = token_scores(head, hidden_BTH, x.completion_BT, chunk, entropy=entropy, drawn=drawn, learns=learns)
     return scores._replace(values_BT=_values(value, hidden_BTH))
 
 
-def _behind_prompts(
-    model: Any, body: Callable[..., mx.array], x: BatchArrays, form: Form | None, fused: bool
-) -> mx.array:
+def _behind_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays, reads: Reads | None) -> mx.array:
     """Hidden states [B, T, H] in which completions are drawn."""
-    masks = Masks() if fused else None
+    masks = Masks() if reads == "fused" else None
     caches = mapped(make_prompt_cache(model), lambda leaf: _learning(leaf, x.padding_P, masks))
     replay = replay_of(model)
     routes_PSW = of_prompts(replay, x.routes_BTN, x.prompt_of_B, x.prompt_PS.shape[1])
@@ -290,16 +289,14 @@ def _behind_prompts(
     hidden_BTH = first_PH[x.prompt_of_B][:, None]
     if x.completion_BT.shape[1] == 1:
         return hidden_BTH
-    branches = _branches(caches, x, form)
+    branches = _branches(caches, x, None if reads == "fused" else reads)
     routes_BTW = of_rest(replay, x.routes_BTN)
     with behind(model, x.seen, x.completion_BT.shape[1] - 1), replaying(replay, routes_BTW):
         rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
     return mx.concatenate([hidden_BTH, rest_BTH], axis=1)
 
 
-def _prompt_by_prompt(
-    model: Any, body: Callable[..., mx.array], x: BatchArrays, form: Form | None, fused: bool
-) -> mx.array:
+def _prompt_by_prompt(model: Any, body: Callable[..., mx.array], x: BatchArrays, reads: Reads | None) -> mx.array:
     """The same, each prompt without padding."""
     prompt_of_B: list[int] = x.prompt_of_B.tolist()  # type: ignore[assignment]
     parts, order = [], list[int]()
@@ -313,7 +310,7 @@ def _prompt_by_prompt(
             completion_BT=x.completion_BT[mx.array(rows)],
             routes_BTN=None if x.routes_BTN is None else x.routes_BTN[rows],
         )
-        parts.append(_behind_prompts(model, body, one, form, fused))
+        parts.append(_behind_prompts(model, body, one, reads))
         order += rows
     return mx.concatenate(parts)[mx.array(np.argsort(order))]
 

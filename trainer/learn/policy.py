@@ -114,7 +114,7 @@ class Policy:
         if self._ranks is not None or not (on_cpu() or padded.is_right()):
             return shared_scores
         form = can_share(self.base, make_prompt_cache(self.base))
-        return partial(shared_scores, form=form) if on_cpu() else partial(shared_scores, fused=form == "keys")
+        return partial(shared_scores, reads=form if on_cpu() else "fused" if form == "keys" else None)
 
     def replay_routes(self) -> None:
         """Compute with the experts that samples name from now on; UnsupportedModelError where that cannot be."""

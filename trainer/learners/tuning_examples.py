@@ -216,17 +216,11 @@ class _Encoder:
             row.add_ids(self._codec.encode(said.prompt or ""), counts=False)
             ids = self._codec.encode(said.answer, add_special_tokens=False)
             ends = self._codec.bundle.eos_token_ids
-            row.add_ids(ids if ids and ids[-1] in ends else [*ids, *self._end()], counts=True)
+            row.add_ids(ids if ids and ids[-1] in ends else [*ids, *self._codec.end], counts=True)
             rows = list(row.ended())
         if not rows:
             raise ValueError("no token of the answer counts")
         return rows[0]
-
-    def _end(self) -> Sequence[int]:
-        """The token that ends a text."""
-        bundle = self._codec.bundle
-        named = self._codec.added_token(bundle.special_tokens.get("eos_token", ""))
-        return bundle.eos_token_ids[:1] if named is None else (named,)
 
     def _turns(self, turns: Sequence[Message], tools: list[dict[str, Any]] | None) -> Iterator[SampleGroup]:
         """Rows of a chat; each assistant turn without the weight 0 counts, once."""

@@ -100,6 +100,12 @@ class Offers:
         looked = self._looked.get(name)
         return None if looked is None else looked.described
 
+    def current(self, name: str) -> Described | None:
+        """The model as it was described, unless its files have changed since."""
+        looked = self._looked.get(name)
+        is_current = looked is not None and looked.files.changed_ns == self.files(name).changed_ns
+        return looked.described if looked is not None and is_current else None
+
     @property
     def looked(self) -> list[Looked]:
         return list(self._looked.values())
@@ -121,8 +127,8 @@ class Offers:
             del self._looked[name]
 
     def new(self, models: RingModels, held: Collection[str]) -> list[CatalogueEntry]:
-        """Models to be described: the catalogue has got them or has them otherwise than before, or the files of one
-        that was refused have changed. One that is elsewhere is noted as refused."""
+        """Models to be described: the catalogue has got them or has them otherwise than before, or their files have
+        changed. One that is elsewhere is noted as refused."""
         found = []
         for entry in self.meant(models):
             waits = entry.name not in self._files or self._lacks_draft(entry)
@@ -139,7 +145,7 @@ class Offers:
         looked = self._looked.get(entry.name)
         if looked is None or (looked.entry.source, looked.entry.options) != (entry.source, entry.options):
             return False
-        return looked.described is not None or looked.files == self._files[entry.name]
+        return self.current(entry.name) is not None or looked.files == self._files[entry.name]
 
     # -- what the ring is told
 
@@ -149,10 +155,10 @@ class Offers:
         each = models.entries.values()
         return [one for one in each if one.ranks == 1 and (one.name in given or self._settings.from_catalogue)]
 
-    def of(self, models: RingModels) -> tuple[dict[str, int], dict[str, str]]:
-        """Models that this host could load, and the memory that each takes here, 0: not known; and models whose files
-        it has and cannot load, and why."""
-        needs, refuses = dict[str, int](), dict[str, str]()
+    def of(self, models: RingModels) -> tuple[dict[str, int], dict[str, str], list[str]]:
+        """Models that this host could load, and the memory that each takes here, 0: not known; models whose files it
+        has and cannot load, and why; and those whose files it is about to look at."""
+        needs, refuses, unseen = dict[str, int](), dict[str, str](), list[str]()
         for entry in self.meant(models):
             described, files = self.known(entry.name), self.files(entry.name)
             comes = bool(files.hub) or bool(self._weights.givers(entry, models))
@@ -162,7 +168,9 @@ class Offers:
                 needs[entry.name] = 0 if described is None else described.need_bytes
             elif described is not None:
                 refuses[entry.name] = f"'{entry.source}' is there no longer"
-        return needs, refuses
+            elif files.place or entry.name not in self._files:
+                unseen.append(entry.name)
+        return needs, refuses, unseen
 
     def refusal(self, entry: CatalogueEntry) -> str:
         """Say what is wrong with the files that this host has of a model; "" if nothing is, or if it has none."""

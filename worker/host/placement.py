@@ -16,7 +16,7 @@ Invariants of a plan:
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shared.catalogue import CatalogueEntry, HeldModel, HostStatus, ModelDemand, RingModels
+from shared.catalogue import RETRY_S, CatalogueEntry, HeldModel, HostStatus, ModelDemand, RingModels
 
 LOADING = ("downloading", "loading")
 BYTES_PER_S = 1e9  # of a load that nobody has measured: a slow disk
@@ -38,7 +38,6 @@ class PlacementRules:
     )
     idle_s: float = 0.0  # without a request for so long a model is unloaded; 0: when its memory is wanted
     patience_s: float = 5.0  # after each so long the next best host may load a model that the best one has not
-    retry_s: float = 60.0  # after a failed load, until the host tries it again
     most_copies: int = 0  # hosts that hold one model at once; 0: any number
 
 
@@ -297,7 +296,7 @@ class _Planner:
             return False
         if held is None:
             return True
-        return held.state == "failed" and (want.ordered or _age_ms(status, held.since_ms) > 1000 * self._rules.retry_s)
+        return held.state == "failed" and (want.ordered or _age_ms(status, held.since_ms) > 1000 * RETRY_S)
 
     def _way(self, want: Want, host: _Host) -> Placing | None:
         """How a host would load it now; None where it cannot."""

@@ -6,7 +6,8 @@ OpenClaw-RL (arXiv 2603.10165) and context distillation (arXiv 2209.15189). A re
 likewise: the edited text, scored by a teacher that sees it coming. Where the teacher seldom does what a correction
 says, it writes several replies (`drafts`), and the one that the correction makes likelier is learned as it stands: the
 reply y with the largest log p(y | prompt, correction) - log p(y | prompt), their pointwise mutual information, as in
-arXiv 1510.03055. A reply that users were content with is learned as
+arXiv 1510.03055. A correction that quotes how the reply should have been (`quoted`) is such a draft that nobody has to
+write. A reply that users were content with is learned as
 it was, whatever its teacher would have said: the policy may have learned it since from others. The policy's own latest
 version is a good teacher: as it learns, it follows more corrections. What it could do before is rehearsed
 (`--rehearsal`): the base's own replies to prompts of a file, with the base's distributions.
@@ -18,6 +19,7 @@ from or all held out, by the digest of its id.
 
 import asyncio
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,12 +42,15 @@ CORRECTED, CONTENT = 0.4, 0.6
 LEAST_CONFIDENCE = 0.1
 HELD_OUT = 5  # one session of so many
 MOST_SESSIONS = 2_000
-LONGER = 4  # times the tokens of the reply that the teacher may take, and no less than LEAST_TOKENS
+LONGER = 2  # times the tokens of the reply that the teacher may take, and no less than LEAST_TOKENS
 LEAST_TOKENS = 64
 WRITING_S = 600.0  # that a teacher may take for its replies to one prompt, at night and behind everybody else
 LEAST_GAIN = 2.0  # nats that a correction adds to a draft, or the teacher has not followed it
 TEMPERATURE = 0.7
 HINT = "{said}\n\n{correction}"  # the user's message that the teacher is shown
+LEAST_QUOTED = 3  # words: fewer name a word, not a reply
+_QUOTE = re.compile(r'"([^"]+)"|“([^”]+)”|„([^“]+)“|«([^»]+)»')
+_REFUSED = re.compile(r"\b(?:not|never|stop|avoid|without|instead|than)\b|n['’]t\b", re.IGNORECASE)
 
 log = structlog.get_logger()
 
@@ -112,6 +117,7 @@ class Lesson(NamedTuple):
     reply_ids: tuple[int, ...]  # that the teacher scores; (): it writes one first
     most_tokens: int = 0  # of that
     as_it_stands: bool = False  # learned so: no teacher scores it
+    quoted: tuple[tuple[int, ...], ...] = ()  # replies that the correction quotes
 
 
 class LearnedFrom(msgspec.Struct):
@@ -234,9 +240,7 @@ def lesson_of(session: str, turn: SessionTurn, codec: TextCodec, said_next: str 
     edited = next((signal.text for signal in turn.signals if signal.kind == "edit"), "")
     if edited and edited.strip() != turn.text.strip():
         hinted = hinted_ids(codec, turn, f"Reply exactly: {edited}")
-        ended = reply[-1:] if turn.finish_reason == "stop" else ()
-        ids = (*codec.encode(codec.without_special(edited), False), *ended)
-        return "edited", Lesson(session, turn.name, prompt, hinted, ids) if hinted else None
+        return "edited", Lesson(session, turn.name, prompt, hinted, _reply_ids(codec, turn, edited)) if hinted else None
     if reward.value >= CONTENT and turn.finish_reason == "stop":
         return "content", Lesson(session, turn.name, prompt, prompt, reply, as_it_stands=True)
     judged = any(signal.kind in ("next_message", "verdict") for signal in turn.signals)
@@ -244,7 +248,30 @@ def lesson_of(session: str, turn: SessionTurn, codec: TextCodec, said_next: str 
     hinted = hinted_ids(codec, turn, correction) if correction and reward.value < CORRECTED else ()
     if not hinted:
         return "", None
-    return "corrected", Lesson(session, turn.name, prompt, hinted, (), max(LEAST_TOKENS, LONGER * len(reply)))
+    most, own = max(LEAST_TOKENS, LONGER * len(reply)), quoted(correction, turn.text)
+    drafts = tuple(_reply_ids(codec, turn, each) for each in own)
+    return "corrected", Lesson(session, turn.name, prompt, hinted, (), most, quoted=drafts)
+
+
+def quoted(correction: str, reply: str) -> list[str]:
+    """Replies that a correction quotes, as in: No, say "In short, it is a tree."
+
+    What the reply itself had is left out, and what the words before it in its clause refuse (not "...").
+    """
+    found = []
+    for match in _QUOTE.finditer(correction):
+        text = next(filter(None, match.groups())).strip()
+        clause = re.split(r"[.!?:;\n]", correction[: match.start()].rstrip(" :\n"))[-1]
+        is_new = text.casefold() not in reply.casefold()
+        if is_new and len(text.split()) >= LEAST_QUOTED and not _REFUSED.search(clause):
+            found.append(text)
+    return found
+
+
+def _reply_ids(codec: TextCodec, turn: SessionTurn, text: str) -> tuple[int, ...]:
+    """Ids of a text in place of a turn's reply, ended as that was, or by the model's end token."""
+    end = turn.completion_ids[-1:] if turn.finish_reason == "stop" else codec.end
+    return (*codec.encode(codec.without_special(text), False), *end)
 
 
 def hinted_ids(codec: TextCodec, turn: SessionTurn, correction: str) -> tuple[int, ...]:
@@ -295,7 +322,7 @@ async def _written(
     api: HttpApi, teacher: str, lessons: Sequence[Lesson], longest: int, seed: int, drafts: int = 1
 ) -> list[Lesson]:
     """The lessons with the teacher's own replies where they had none, left out if the teacher did not end them."""
-    room = asyncio.Semaphore(AT_ONCE)
+    room = asyncio.Semaphore(max(1, AT_ONCE // drafts))  # more at once would wait for one another past WRITING_S
 
     async def one(at: int, lesson: Lesson) -> Lesson | None:
         if lesson.reply_ids:
@@ -303,6 +330,10 @@ async def _written(
         most = min(lesson.most_tokens, longest - len(lesson.teacher_ids))
         if most < 1:
             return None
+        if own := [each for each in lesson.quoted if len(lesson.teacher_ids) + len(each) < longest]:
+            async with room:
+                if chosen := await _likelier(api, teacher, lesson, own):
+                    return chosen
         count = drafts if lesson.session else 1
         sampling: dict[str, Any] = {
             "max_tokens": most, "temperature": TEMPERATURE, "seed": derived_seed(seed, at) % 2**31, "n": count
