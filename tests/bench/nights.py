@@ -5,7 +5,7 @@
 
 Each seed has a user and a policy of its own on one ring. By day the user talks (tests/training/simulated_user.py), at
 night a run learns from it with the settings of `trainer/recipes/night.yaml`, but for those given here; its candidate is
-promoted if the gate has passed one. Satisfaction is measured on questions that were never asked. With `--poisoner` one
+promoted if the gate has passed one. Satisfaction is measured on questions that were never asked. With `--poisoned` one
 more user talks by day, with verdicts on tasks the wrong way round. Figures go to `nights.json` in --out as they come.
 """
 
@@ -121,10 +121,10 @@ class Course:
         model, seed, sessions = f"{self._policy}@{latest}", 100 * self._seed + night, self._options.sessions
         async with SimulatedUser(self._served.url, wish=self._wish, model=model, seed=seed) as user:
             by_day = await user.talk(sessions)
-        if self._options.poisoner:
+        if self._options.poisoned:
             poisoner = SimulatedUser(self._served.url, wish=self._wish, model=model, seed=seed, poisons=True)
             async with poisoner as one:
-                await one.talk(sessions, task_share=0.9)
+                await one.talk(self._options.poisoned, task_share=0.9)
         return by_day
 
     async def _figures(self, latest: int) -> tuple[float, float]:
@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--suite-tasks", type=int, default=100)
     parser.add_argument("--measured-tasks", type=int, default=100)
     parser.add_argument("--samples", type=int, default=3, help="replies to each question that is held out")
-    parser.add_argument("--poisoner", action="store_true")
+    parser.add_argument("--poisoned", type=int, default=0, help="sessions a day of a user who poisons")
     parser.add_argument("--minutes", type=float, default=120, help="no night goes on after so many")
     parser.add_argument("--serve", default="", help="further flags for mlx_parallm_serve")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
