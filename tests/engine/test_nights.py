@@ -23,7 +23,7 @@ from trainer.night.school import BEGUN, School, begin, night_of, run_settings
 from trainer.ring.http_client import HttpApi
 from trainer.ring.join import Way
 from trainer.runs.distillation.distilling import DistillRun
-from trainer.runs.distillation.examination import BEFORE, Examined, Reply, write_examined
+from trainer.runs.distillation.examination import BASE, BEFORE, Examined, Reply, write_examined
 from trainer.settings import TrainSettings
 from trainer.versions.run_folder import note_interruption
 
@@ -106,6 +106,23 @@ async def test_a_night_that_is_killed_at_its_writes_leaves_the_same_candidate(
     served = sink.versions[sink.latest]  # a kill may have left one more of them, which is not served
     assert not any(value.any() for name, value in served.items() if name.endswith("lora_b")), "still the base"
     assert reports[0].samples == reports[1].samples and reports[0].base_kl == reports[1].base_kl
+
+
+@pytest.mark.long
+async def test_many_nights_may_not_lose_together_what_one_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version that a night begins with has lost the suite's task, which the base has right."""
+    sink = MemorySink("policy")
+    await distilled(night(tmp_path), sink, monkeypatch)
+    await sink.promote(2, ())
+    run = night(tmp_path, run="night-2026-03-02", start_from="policy@2")
+    begun = begin(run.folder, 2)
+    for file, reward in ((BEFORE, 0.0), (BASE, 1.0)):
+        write_examined(run.folder / file, Examined("", (Reply("hello", "no such reply", (5, 6, 7), reward),)))
+    await distilled(run, sink, monkeypatch)
+    report = report_of(run, begun, None)
+    assert (report.outcome, sink.latest) == ("rejected", 2) and report.why.startswith("suite: 0, floor ")
 
 
 def test_a_night_has_one_run_and_one_that_was_not_ended_goes_first(tmp_path: Path) -> None:
