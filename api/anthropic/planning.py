@@ -15,7 +15,7 @@ from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import named_images, prepare_seen
+from api.openai.chat import named_images, prepare_seen, unused_hints
 from api.ring.ring import Ring
 from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.sequences import ModelCard
@@ -48,6 +48,12 @@ async def chat_of(body: PromptedFields, codec: TextCodec, *, long: bool) -> Chat
     if reasoning is None or not can_bound(reasoning, codec):  # clients send a budget to every model
         chat.max_reasoning_tokens = None
     return chat
+
+
+def unused_of(body: PromptedFields, chat: ChatCompletionRequest, codec: TextCodec, card: ModelCard) -> list[str]:
+    """Parameters and tools without effect, by our names; the answer's header names them."""
+    unused = [NAMES.get(name, name) for name in unused_hints(chat, codec, card)]
+    return unused + body.unused(codec.bundle.chat_template, bounded=chat.max_reasoning_tokens is not None)
 
 
 async def prepare_message(

@@ -11,14 +11,15 @@ from starlette.responses import Response
 
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.message import PING, MessageWriter, lines, to_bytes
-from api.anthropic.planning import NAMES, chat_of, plan_message, prepare_message
+from api.anthropic.planning import chat_of, plan_message, prepare_message, unused_of
+from api.generation.named_images import unkept
 from api.generation.running import SILENCE_S, Generation, by_choice, gather_all
 from api.generation.target import find_job_target, target_of
 from api.http.anthropic_errors import AnthropicError, anthropic_error
 from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.errors import error_responses
 from api.http.sse import SHUTTING_DOWN, EventStream
-from api.openai.chat import unused_hints, with_unused
+from api.openai.chat import with_unused
 from api.openai.replies import stream_failure, written
 from api.ring.ring import TheRing
 
@@ -56,8 +57,7 @@ async def create_message(body: MessagesRequest, request: Request, ring: TheRing)
     codec = target.served.codec
     chat = await chat_of(body, codec, long=len(await request.body()) > LONG_BYTES)
     planned = await plan_message(ring, body, chat, target)
-    unused = [NAMES.get(name, name) for name in unused_hints(chat, codec, target.served.card)]
-    unused += body.unused(codec.bundle.chat_template, bounded=chat.max_reasoning_tokens is not None)
+    unused = unused_of(body, chat, codec, target.served.card)
     fills_context = planned.sequences.template.sampling.max_tokens < body.max_tokens
     writer = MessageWriter(body, planned, codec, fills_context=fills_context)
     if body.stream:
@@ -75,13 +75,14 @@ async def create_message(body: MessagesRequest, request: Request, ring: TheRing)
     summary="Count the tokens of a conversation (Anthropic)",
     responses=described("The number of tokens"),
 )
-async def count_tokens(body: CountRequest, request: Request, ring: TheRing) -> TokenCount:
+async def count_tokens(body: CountRequest, request: Request, response: Response, ring: TheRing) -> TokenCount:
     """As many as POST /v1/messages would read, and nothing is generated."""
     target = await find_job_target(ring, body.model, body.adapter or body.lora_adapter or "", "follow")
     ring = target.ring
     codec = await ring.codecs.codec(target.card)
     chat = await chat_of(body, codec, long=len(await request.body()) > LONG_BYTES)
-    prepared = await prepare_message(ring, target.card, codec, body, chat, _unkept)
+    prepared = await prepare_message(ring, target.card, codec, body, chat, unkept)
+    with_unused(response, unused_of(body, chat, codec, target.card))
     return TokenCount(input_tokens=len(prepared.prompts[0]))
 
 
@@ -90,10 +91,6 @@ async def count_tokens(body: CountRequest, request: Request, ring: TheRing) -> T
 async def hello() -> dict[str, str]:
     """Answered without a key: Claude Code asks when it starts, to have the connection by its first request."""
     return {"message": "hello"}
-
-
-async def _unkept(sha256: bytes, data: bytes) -> None:
-    """Stores nothing: the images of a count are not needed afterwards."""
 
 
 async def _events(generation: Generation, writer: MessageWriter, request_id: str) -> AsyncGenerator[bytes, None]:

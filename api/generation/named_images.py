@@ -67,6 +67,10 @@ async def read_images(
     return ChatImages.of(card.vision, images)
 
 
+async def unkept(sha256: bytes, data: bytes) -> None:
+    """Stores nothing: the images of a count are not needed afterwards."""
+
+
 async def _data(ring: Ring, image: NamedImage) -> bytes:
     """The bytes of an image, wherever they are."""
     most = ring.settings.max_image_bytes

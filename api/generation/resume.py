@@ -28,6 +28,7 @@ from shared.redis.tokens.log import read_tokens
 log = structlog.get_logger()
 
 GRACE_S = 15.0
+GRACE_STEPS = 15
 _reading: Counter[str] = Counter()  # connections of this process that read a resumable stream
 lingering: set["asyncio.Task[None]"] = set()
 left_last: dict[str, "asyncio.Task[None]"] = {}  # of each stream not read here: the task that waits for a reader
@@ -109,7 +110,9 @@ def _linger(ring: Ring, plan: RequestPlan, unfinished: list[str]) -> None:
 
 
 async def time_of_grace() -> None:
-    await asyncio.sleep(GRACE_S)
+    """GRACE_S in steps, of which a freeze of this process counts as one: its client cannot reach it meanwhile."""
+    for _ in range(GRACE_STEPS):
+        await asyncio.sleep(GRACE_S / GRACE_STEPS)
 
 
 async def _cancel_unless_resumed(ring: Ring, plan: RequestPlan, unfinished: list[str]) -> None:

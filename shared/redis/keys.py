@@ -235,7 +235,7 @@ def jobs(tenant: str = "") -> str:
     return _jobs_of(tenant) if tenant else _jobs()
 
 
-active_jobs = Key("parallm:jobs:active", "sorted set", "api", "7 d", "ids of jobs not yet terminal")
+active_jobs = Key("parallm:jobs:active", "sorted set", "api", "7 d", "ids of jobs not yet settled")
 _job_idempotency = Key("parallm:idem:job:*", "string", "api", "1 d", "idempotency key -> job id")
 
 

@@ -12,10 +12,11 @@ from typing import Any
 
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w])")
 SAY = re.compile(
-    r"\b(?:reply|answer|respond|return|say)(?: with| only| exactly| just)+ [`'\"]?((?:[A-Z0-9_]|[:-](?=\w)){2,})"
+    r"\b(?:reply|answer|respond|return|say)(?: with| only| exactly| just)* [`'\"]?((?:[A-Z0-9_]|[:-](?=\w)){2,})"
     , re.IGNORECASE
 )  # fmt: skip
 NAMED = re.compile(r"\b[A-Z]{4,}\b")  # a word to be remembered
+RECALL = re.compile(r"\bdid (?:I|the tool)\b[^?]*\?")  # a question about what was said before
 QUOTED = re.compile(r"['\"`]([^'\"`]+)['\"`]")
 
 
@@ -27,15 +28,16 @@ def answer(chat: dict[str, Any], grammar: str) -> str:
     wish = text_of(messages[asked]) if messages else ""
     made = {call["function"]["name"] for each in messages[asked:] for call in each.get("tool_calls") or ()}
     names = [name for name in wanted(tools, f"{told} {wish}", wish, grammar) if name not in made]
+    thought = "<think>I do as I am told.</think>" if chat.get("effort") not in (None, "none") else ""
     if names:
         text = f"{wish} {told}"
-        return "\n".join(
+        return thought + "\n".join(
             written(name, value(tools[name].get("parameters") or {}, "", told_of(name, text))) for name in names
         )
     shape = schema_of(grammar)
     if shape is not None:
-        return json.dumps(value(shape, "", f"{told} {wish}", shape), ensure_ascii=False)
-    return reply(messages, asked, told, wish)
+        return thought + json.dumps(value(shape, "", f"{told} {wish}", shape), ensure_ascii=False)
+    return thought + reply(messages, asked, told, wish)
 
 
 def text_of(message: dict[str, Any]) -> str:
@@ -45,11 +47,13 @@ def text_of(message: dict[str, Any]) -> str:
 
 def wanted(tools: dict[str, Any], text: str, wish: str, grammar: str) -> list[str]:
     """Names of tools to call: those that the text names, else the likeliest if it is forced or its words are there."""
-    forced = bool(re.search(r"start: calls", grammar))
+    forced, several = "start: calls" in grammar, re.search(r"\b(?:one|run)\)\{0,\d+\}", grammar)
+    if not forced and RECALL.search(wish):
+        return []
     offered = [name for name in tools if not forced or name in grammar]
     named = [name for name in offered if re.search(rf"\b{re.escape(name)}\b", text)]
     if named or not offered:
-        return named[:1] if forced else named
+        return named[:1] if forced and not several else named
     likeness = {name: alike(f"{name} {tools[name].get('description') or ''}", wish) for name in offered}
     best = max(offered, key=lambda name: likeness[name])
     return [best] if forced or alike(best, text) else []
@@ -136,14 +140,20 @@ def word(name: str, text: str) -> str:
 
 def reply(messages: list[dict[str, Any]], asked: int, told: str, wish: str) -> str:
     results = [text_of(each) for each in messages[asked:] if each["role"] == "tool"]
-    refused = "reject" in " ".join(results).lower()
+    refused = re.search("reject|declin", " ".join(results).lower()) is not None
     for text in (wish, told):
         said = [each for each in SAY.findall(text) if each == each.upper()]
         if said:
             return str(next((each for each in said if ("REJECT" in each) == refused), said[-1]))
+    if "verification number" in wish and "?" in wish:
+        numbers = [each for message in messages[:asked] for each in NUMBER.findall(text_of(message))]
+        return numbers[-1] if numbers else "none"
     if results:
         return f"The tools say: {'; '.join(results)}"
-    remembered = [each for message in messages[:asked] for each in NAMED.findall(text_of(message))]
+    said_before = [each for each in messages[:asked] if each["role"] not in ("system", "developer")]
+    remembered = [each for message in said_before for each in NAMED.findall(text_of(message))]
     if remembered and "?" in wish:
-        return str(next((each for each in remembered if each not in ("STORED", "JSON")), remembered[0]))
+        recalled = next((each for each in remembered if each not in ("STORED", "JSON")), remembered[0])
+        before = re.search(r"\bPrefix the remembered word with ([A-Z]+):", told)
+        return f"{before[1]}: {recalled}" if before else str(recalled)
     return f"Hello! You said: {wish[:400]}"

@@ -37,6 +37,10 @@ DONE = "DONE: add returns the sum now, and test_calc.py passes."
 TEMPLATE = """{"tools": {{ tools | default([], true) | tojson }}, "messages": [{% for message in messages -%}
 {{ message | tojson }}{% if not loop.last %},
 {% endif %}{% endfor %}]}{% if false %}<tool_call>{% endif %}"""
+# With reasoning, which a request's effort asks for.
+OBEYED = TEMPLATE.replace('{"tools"', '{"effort": {{ reasoning_effort | default(none) | tojson }}, "tools"').replace(
+    "<tool_call>", "<think></think><tool_call>"
+)
 PATCH = f"""*** Begin Patch
 *** Update File: calc.py
 @@
@@ -47,9 +51,9 @@ PATCH = f"""*** Begin Patch
 Call = tuple[str, dict[str, Any]]
 
 
-def tokenizer() -> TokenizerBundle:
+def tokenizer(template: str = TEMPLATE) -> TokenizerBundle:
     plain = bundle()
-    return TokenizerBundle(plain.tokenizer_json, TEMPLATE, plain.eos_token_ids, plain.special_tokens)
+    return TokenizerBundle(plain.tokenizer_json, template, plain.eos_token_ids, plain.special_tokens)
 
 
 def card(shown: TokenizerBundle) -> Any:
@@ -178,8 +182,8 @@ def aider_answer() -> str:
     return f"calc.py\n```\ndef add(a, b):\n    {RIGHT}\n```\n\n{DONE}"
 
 
-async def serve(url: str, script: Script) -> None:
-    shown = tokenizer()
+async def serve(url: str, script: Script, template: str) -> None:
+    shown = tokenizer(template)
     redis = connect(url)
     worker = ScriptedWorker(redis, script, id=f"scripted-{os.getpid()}", card=card(shown), tokenizer=shown)
     await worker.join()
@@ -200,7 +204,8 @@ def main() -> None:
         "--delegate", action="store_true", help="let another agent do it, where there is a tool for that"
     )
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.redis, Script(arguments.folder, delegates=arguments.delegate, obeys=arguments.obey)))
+    script = Script(arguments.folder, delegates=arguments.delegate, obeys=arguments.obey)
+    asyncio.run(serve(arguments.redis, script, OBEYED if arguments.obey else TEMPLATE))
 
 
 if __name__ == "__main__":

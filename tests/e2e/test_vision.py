@@ -116,6 +116,13 @@ def test_an_image_of_a_tools_result_is_seen_in_every_protocol(client: OpenAI, se
         {"type": "function_call_output", "call_id": "c", "output": output},
     ]
     response = post("/v1/responses", input=items, max_output_tokens=16, temperature=0)
+    bad = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    follows = {"previous_response_id": response.json()["id"]}
+    wrong = post("/v1/responses", input=[{"role": "user", "content": [output[1], bad]}, *items])
+    assert wrong.json()["error"]["param"] == "input[0].content[1]", "where the client has put it"
+    for path, more in (("/v1/responses", follows), ("/v1/responses/input_tokens", follows), ("/v1/responses", {})):
+        later = post(path, input=[items[2], {**items[3], "output": [*output, bad]}], **more).json()["error"]
+        assert later["param"] == "input[1].output[2]", "where the client has put it"
     calls = [{"function": {"name": "look", "arguments": {}}}]
     spoken = [
         messages[0],

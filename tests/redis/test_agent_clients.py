@@ -242,6 +242,8 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[Any]]] = { 
     "ollama": ("/api/chat", {**SAID, "model": MODEL, "stream": False}, NAMED, []),
 }  # fmt: skip
 
+COUNTS = {"responses": "/input_tokens", "messages": "/count_tokens"}  # routes that count, behind the path
+
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_a_tool_of_a_type_that_is_not_served_is_named_and_a_choice_of_it_refused(
@@ -259,6 +261,12 @@ async def test_a_tool_of_a_type_that_is_not_served_is_named_and_a_choice_of_it_r
             counted = await server.post("/tokenize", {**body, "tools": tools})
             assert counted.headers[UNUSED_HEADER] == answer.headers[UNUSED_HEADER]
             assert counted.json()["tokens"] == list(worker.specs[-1].prompt_ids)
+        if count := COUNTS.get(protocol):
+            uncounted = {"max_tokens"} if protocol == "messages" else set()
+            asked = {"model": MODEL, **{name: body[name] for name in body.keys() - uncounted}, "tools": tools}
+            counted = await server.post(path + count, asked)
+            assert counted.headers[UNUSED_HEADER] == answer.headers[UNUSED_HEADER]
+            assert counted.json()["input_tokens"] == answer.json()["usage"]["input_tokens"]
     for choice in choices:
         refused = await server.post(path, {**body, "tools": [HOSTED], "tool_choice": choice})
         assert refused.status_code == 400

@@ -1,6 +1,7 @@
 """A stream goes on after its connection, and after its api process, are gone."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -101,6 +102,17 @@ async def test_a_stream_resumed_in_the_same_process_is_not_cancelled(
             await resumed.all()
         assert worker.cancelled == []
     assert text_of(begun, resumed) == TEXT
+
+
+async def test_while_its_process_is_frozen_no_client_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_resume, "GRACE_S", 0.5)
+    waiting = asyncio.create_task(api_resume.time_of_grace())
+    await asyncio.sleep(0)
+    time.sleep(0.6)  # noqa: ASYNC251 as a freeze: nothing of this process runs
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not waiting.done(), "who knocked meanwhile is heard first"
+    await waiting
 
 
 async def test_the_time_of_grace_begins_with_the_last_client_that_leaves(

@@ -54,7 +54,7 @@ async def compact(body: ResponseRequest, request: Request, ring: TheRing) -> Res
     task = InputMessage(role="user", content=[TextPart(type="input_text", text=_TASK)])
     asked = body.model_copy(update={**_PLAIN, "input": [*said, task], "store": False})
     target = await target_of(ring, asked, request, split=True)
-    _, plan = await plan_response(target.ring, asked, target, history.ids)
+    _, plan = await plan_response(target.ring, asked, target, history)
     writer = ResponseWriter(asked, plan, target.served.codec)
     (events,) = await gather_all(target.ring, plan.sequences)
     answer = msgspec.json.decode(await written(events, lambda: writer.whole(events)))

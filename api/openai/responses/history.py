@@ -36,6 +36,9 @@ class ResponseHistory:
     ids: list[int] = field(default_factory=list)
 
 
+NO_HISTORY = ResponseHistory()
+
+
 def keeper() -> str:
     """Whose responses and conversations a request of this task sees."""
     return keys.keeper(owner())

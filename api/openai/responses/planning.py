@@ -1,7 +1,5 @@
 """From a request to /v1/responses to work: the chat that it comes to, planned as any chat."""
 
-from collections.abc import Sequence
-
 from pydantic import ValidationError
 
 from api.callers.fair_pool import LARGE_COUNT, aside
@@ -11,13 +9,14 @@ from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import prepare_seen
+from api.openai.chat import named_images, prepare_seen, unused_hints
 from api.openai.fitting import fewest_left_out
 from api.openai.responses.body import ResponseRequest
+from api.openai.responses.history import NO_HISTORY, ResponseHistory
 from api.openai.responses.messages import turn_starts
+from api.openai.responses.turns import places_of_images
 from api.ring.ring import Ring
 from shared.errors import InvalidRequestError
-from shared.text.codec import TextCodec
 from shared.text.languages.language import language_of
 from shared.text.languages.tool_forms import form_of
 
@@ -53,52 +52,58 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
     return error
 
 
-def left_out(body: ResponseRequest, codec: TextCodec) -> list[str]:
-    """Parts of a request that are accepted though the model does not see them; the answer's header names them."""
-    return body.left_out(held=bool(form_of(language_of(codec).calls).marks))
+def unused_of(body: ResponseRequest, chat: ChatCompletionRequest, target: Target) -> list[str]:
+    """Parameters, items and tools without effect, by our names; the answer's header names them."""
+    codec = target.served.codec
+    unused = [NAMES.get(name, name) for name in unused_hints(chat, codec, target.served.card)]
+    return unused + body.left_out(held=bool(form_of(language_of(codec).calls).marks))
 
 
 async def plan_response(
-    ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int] = (), keep: Keep | None = None
+    ring: Ring,
+    body: ResponseRequest,
+    target: Target,
+    history: ResponseHistory = NO_HISTORY,
+    keep: Keep | None = None,
 ) -> tuple[ChatCompletionRequest, RequestPlan]:
-    """The chat that a request is equivalent to, and its plan.
-
-    `begun`: ids of the last turn's prompt and answer, with which this one's begin if they mean the same text. `keep`:
-    who takes the bytes of its images; None: the tenant's.
-    """
+    """The chat that a request is equivalent to, and its plan; the parameters as in `prepare_response`."""
+    chat, prepared = await prepare_response(ring, body, target, history, keep)
+    if body.store is False and chat.collect_trajectory is None:
+        chat.collect_trajectory = False  # nor is it kept for feedback
     try:
-        chat, prepared = await _fitting(ring, body, target, begun, keep)
-        if body.store is False and chat.collect_trajectory is None:
-            chat.collect_trajectory = False  # nor is it kept for feedback
         return chat, await plan(ring, chat, target, prepared)
     except InvalidRequestError as error:
         raise _renamed(error) from None
 
 
-async def count_tokens(ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int]) -> int:
-    """The tokens of the prompt that a request comes to."""
+async def prepare_response(
+    ring: Ring, body: ResponseRequest, target: Target, history: ResponseHistory, keep: Keep | None
+) -> tuple[ChatCompletionRequest, PreparedRequest]:
+    """The chat that a request is equivalent to, and its prompt.
+
+    `history`: of which the items stand in `body.input` already; the prompt begins with its ids if they mean the same
+    text. `keep`: who takes the bytes of its images; None: the tenant's.
+    """
     try:
-        _, prepared = await _fitting(ring, body, target, begun, _unkept)
+        return await _fitting(ring, body, target, history, keep)
     except InvalidRequestError as error:
         raise _renamed(error) from None
-    return len(prepared.prompts[0])
-
-
-async def _unkept(sha256: bytes, data: bytes) -> None:
-    """Stores nothing: the images of a count are not needed afterwards."""
 
 
 async def _fitting(
-    ring: Ring, body: ResponseRequest, target: Target, begun: Sequence[int], keep: Keep | None
+    ring: Ring, body: ResponseRequest, target: Target, history: ResponseHistory, keep: Keep | None
 ) -> tuple[ChatCompletionRequest, PreparedRequest]:
     """The chat; with `truncation: auto` without as few of its oldest turns as it takes to fit the context."""
     card, codec = target.served.card, target.served.codec
     behind = body.max_output_tokens or min(ring.settings.default_max_tokens, card.context_length // 8)
     most = min(ring.settings.max_prompt_tokens or card.context_length, card.context_length - behind)
+    places = [*places_of_images(body.input, len(history.items))]
 
     async def look(skipped: int) -> tuple[bool, tuple[ChatCompletionRequest, PreparedRequest]]:
         chat = await chat_body(body, skipped)
-        prepared = await prepare_seen(ring, card, codec, chat, begun, keep)
+        named = [image.where for image in named_images(chat.messages)]  # turns that are left out are the oldest
+        of_chat = dict(zip(reversed(named), reversed(places), strict=False))
+        prepared = await prepare_seen(ring, card, codec, chat, history.ids, keep, of_chat)
         return len(prepared.prompts[0]) <= most, (chat, prepared)  # what does not fit is refused when it is planned
 
     return await fewest_left_out(look, len(turn_starts(body.messages())) - 1 if body.truncation == "auto" else 0)

@@ -9,19 +9,20 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from api.callers.fair_pool import aside
+from api.generation.named_images import unkept
 from api.generation.running import Generation, by_choice, gather_all
 from api.generation.target import target_of
 from api.http.bodies import LONG_BYTES, BodyRoute
 from api.http.errors import error_responses
 from api.http.sse import EventStream
-from api.openai.chat import unused_hints, with_unused
+from api.openai.chat import with_unused
 from api.openai.replies import stream_failure, written
 from api.openai.responses import background
 from api.openai.responses.background import sse
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import history_of, is_stored, keeper, own_ids
 from api.openai.responses.items import Event
-from api.openai.responses.planning import NAMES, count_tokens, left_out, plan_response
+from api.openai.responses.planning import plan_response, prepare_response, unused_of
 from api.openai.responses.references import resolved
 from api.openai.responses.storage import After, ItemPage, Limit, Order, entries, keep, page, whole
 from api.openai.responses.writer import ResponseWriter
@@ -46,11 +47,8 @@ async def create_response(body: ResponseRequest, request: Request, ring: TheRing
     target = await target_of(ring, asked, request, split=True)
     there = target.ring  # where it is computed; responses and conversations stay in the process's own ring
     codec = target.served.codec
-    chat, planned = await plan_response(there, asked, target, history.ids)
-    unused = [
-        *(NAMES.get(name, name) for name in unused_hints(chat, codec, target.served.card)),
-        *left_out(asked, codec),
-    ]
+    chat, planned = await plan_response(there, asked, target, history)
+    unused = unused_of(asked, chat, target)
     writer = ResponseWriter(body, planned, codec)
     if body.background:
         begun = await background.begin(there, body, planned, writer, history.ids)
@@ -83,12 +81,14 @@ class InputTokens(BaseModel):
 @router.post(
     "/v1/responses/input_tokens", summary="Count the tokens of a response's input", responses=error_responses(404, 409)
 )
-async def count_input_tokens(body: ResponseRequest, request: Request, ring: TheRing) -> InputTokens:
+async def count_input_tokens(body: ResponseRequest, request: Request, response: Response, ring: TheRing) -> InputTokens:
     """As many as POST /v1/responses would read; nothing is generated, and nothing is stored."""
     history = await history_of(ring, body)
     asked = body.model_copy(update={"input": [*history.items, *await resolved(ring, body.input)]})
     target = await target_of(ring, asked, request, split=True)
-    return InputTokens(input_tokens=await count_tokens(target.ring, asked, target, history.ids))
+    chat, prepared = await prepare_response(target.ring, asked, target, history, unkept)
+    with_unused(response, unused_of(asked, chat, target))
+    return InputTokens(input_tokens=len(prepared.prompts[0]))
 
 
 async def _events(

@@ -5,6 +5,7 @@ say enough without it (`LeftOut`); the answer's header names it.
 """
 
 import json
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, Tag, WithJsonSchema, model_validator
@@ -12,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, Tag, WithJsonSchema, mo
 from api.generation.free_text import arguments_of
 from api.http.fields import HistoryModel, Off, complaint
 from api.openai.responses.items import unsealed
-from api.openai.responses.parts import Content, Part, TextPart, text_of
+from api.openai.responses.parts import Content, ImagePart, Part, TextPart, text_of
 from api.openai.responses.tools import name_in_chat
 from api.openai.tools import by_type, known_type
 
@@ -128,6 +129,17 @@ class CallOutputItem(InputItem):
 class _Thought(HistoryModel):
     type: Literal["reasoning_text", "summary_text", "text"]
     text: str
+
+
+def places_of_images(items: Sequence[InputItem], earlier: int) -> Iterator[str]:
+    """Where the images of items stand in the request, in the order that they have in the chat; the first `earlier`
+    items are those of earlier responses, which are not in it."""
+    for at, item in enumerate(items):
+        if isinstance(item, InputMessage | CallOutputItem):
+            name, parts = ("content", item.content) if isinstance(item, InputMessage) else ("output", item.output)
+            for number, part in enumerate(parts):
+                if isinstance(part, ImagePart):
+                    yield "input" if at < earlier else f"input[{at - earlier}].{name}[{number}]"
 
 
 class ReasoningItem(InputItem):
