@@ -52,7 +52,7 @@ class Night(msgspec.Struct):
     base_kl: float | None = None
     outcome: str = ""
     why: str = ""
-    checks: dict[int, bool] = {}  # version -> whether the gate has passed it
+    refused: int = 0  # versions, by the gate
     learned_from: dict[str, int] = {}
     seconds: float = 0.0
     samples: list[tuple[str, str, str]] = []  # prompt's end, reply before, reply after
@@ -90,7 +90,7 @@ class Course:
             by_day = await self._day(night, latest)
             settings = self._settings(night, latest, since_ms)
             begun = begin(settings.folder, latest if latest > 1 else 0)
-            await self._learn(settings, ends_at)
+            refused = await self._learn(settings, ends_at)
             report = report_of(settings, begun, None)
             if report.outcome == "unfinished":
                 print(f"seed {self._seed}: night {night} has not ended in time", flush=True)
@@ -105,7 +105,7 @@ class Course:
             await self._note(
                 Night(
                     self._seed, night, *figures, by_day, report.suite_before, report.suite_after, report.base_kl,
-                    report.outcome, report.why, _judged(settings.folder), counts, time.monotonic() - began, samples,
+                    report.outcome, report.why, refused, counts, time.monotonic() - began, samples,
                 )
             )  # fmt: skip
 
@@ -132,7 +132,7 @@ class Course:
         async with SimulatedUser(self._served.url, wish=self._wish, model=model) as user:
             return await user.satisfaction(model, self._options.samples), await user.right(model, self._measured)
 
-    async def _learn(self, settings: TrainSettings, ends_at: float) -> None:
+    async def _learn(self, settings: TrainSettings, ends_at: float) -> int:
         log = self._options.out / f"{self._policy}.log"
         trainer = Process.start("trainer.__main__", *_flags(settings))
         try:
@@ -144,6 +144,7 @@ class Course:
                 file.write(trainer.output)
         if code:
             print(f"seed {self._seed}: the run ended with {code}\n{trainer.output[-3000:]}", flush=True)
+        return len(trainer.printed("version.rejected"))
 
     def _publish_base(self) -> int:
         """An adapter that changes nothing, under the policy's name: what the user asks before the first night."""
@@ -193,11 +194,6 @@ def _flags(settings: TrainSettings) -> list[str]:
         if value != field.get_default(call_default_factory=True):
             flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return flags
-
-
-def _judged(folder: Path) -> dict[int, bool]:
-    found = {int(path.name): True for path in (folder / "versions").glob("[0-9]*")}
-    return found | {int(path.name): False for path in (folder / "rejected").glob("[0-9]*")}
 
 
 def _write(file: Path, tasks: Sequence[Task]) -> None:
