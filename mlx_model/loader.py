@@ -129,10 +129,12 @@ def _load(config: EngineConfig, ranks: Ranks | None) -> LoadedModel:
     if config.memory.wired_bytes:  # off by default: macOS has panicked under it (ml-explore/mlx#3186)
         memory.check_wired(config.memory.wired_bytes)
         mx.set_wired_limit(config.memory.wired_bytes)
-    sha256 = base_sha256(path)
+    state, sha256 = _state_of(path), base_sha256(path)
     tuning = tuning_of(sha256) if ranks is None else None  # ranks would differ
     joins = ranks is None and (on_cuda() or (tuning is not None and bool(tuning.joins)))
     read = _read(path, config, ranks, joins=joins)
+    if _state_of(path) != state:  # the weights may be others than those of the hash, by which KV is stored
+        raise SetupError(f"the files of {path} have changed while they were read; load it again")
     model, bundle, model_config, heads, tower, whole = read
     times = None if tuning is None else tuning.kv.get(config.kv_bits)
     bound = _bound(config, _context_length(model_config, config.max_context))
@@ -545,11 +547,23 @@ def with_formats(
 def base_sha256(path: Path) -> str:
     """sha256 over the names and contents of config.json and the weight files."""
     digest = hashlib.sha256()
-    files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
-    for file in files:
-        if file.exists():
-            digest.update(f"{file.name} {_file_sha256(file)}\n".encode())
+    for file in _base_files(path):
+        digest.update(f"{file.name} {_file_sha256(file)}\n".encode())
     return digest.hexdigest()
+
+
+def _base_files(path: Path) -> list[Path]:
+    return [file for file in (path / "config.json", *sorted(path.glob("*.safetensors"))) if file.exists()]
+
+
+def _state_of(path: Path) -> list[str]:
+    """Stamps of the files that the hash is over; equal ones: nobody has written to them."""
+    return [_stamp(file.resolve()) for file in _base_files(path)]
+
+
+def _stamp(file: Path) -> str:
+    stat = file.stat()
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 
 
 def _file_sha256(file: Path) -> str:
@@ -565,8 +579,7 @@ def _file_sha256(file: Path) -> str:
 def _remembered(file: Path) -> str:
     """Hash of a large file, which is read once: until it changes, its hash is in our cache folder."""
     real = file.resolve()
-    stat = real.stat()
-    state = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+    state = _stamp(real)
     note = cache_folder() / "weights" / hashlib.sha256(os.fsencode(real)).hexdigest()[:32]
     with contextlib.suppress(OSError, ValueError):
         before, _, sha256 = note.read_text().strip().rpartition(" ")

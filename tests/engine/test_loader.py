@@ -3,8 +3,10 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx_lm.utils
 import pytest
 from transformers.utils import logging as transformers_logging
 
@@ -86,6 +88,21 @@ def test_the_base_hash_names_config_and_weights(tmp_path: Path) -> None:
     config = json.loads((same / "config.json").read_text())
     (same / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
     assert base_sha256(first) != base_sha256(same)
+
+
+def test_weights_that_change_while_they_are_read_are_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = write_model(tmp_path, LLAMA), mlx_lm.utils.load_tokenizer
+
+    def replaced(*given: Any) -> Any:
+        (folder / "new").write_bytes((folder / "model.safetensors").read_bytes())
+        (folder / "new").replace(folder / "model.safetensors")
+        return read(*given)
+
+    monkeypatch.setattr("mlx_lm.utils.load_tokenizer", replaced)
+    with pytest.raises(SetupError, match="have changed while they were read"):
+        load_model(EngineConfig(str(folder)))
 
 
 def test_context_and_name_can_be_set(llama_folder: Path) -> None:

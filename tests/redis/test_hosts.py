@@ -264,6 +264,20 @@ async def test_a_host_sees_when_a_folder_is_gone_or_mended(redis: Redis, redis_u
         await wait_until(ring.becomes(gone="ready"))
 
 
+async def test_weights_that_were_replaced_are_looked_at_before_they_are_loaded(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offers, "LOOK_S", 3600)
+    store, b = CatalogueStore(redis), model(tmp_path, "b")
+    await store.put(CatalogueEntry("b", str(b), sha256=sha256_of("b")))
+    async with hosting(redis, redis_url, model(tmp_path, "a"), b) as ring:
+        await wait_until(ring.becomes(a="ready"))
+        (b / "answer.json").write_bytes((model(tmp_path, "other") / "answer.json").read_bytes())
+        await store.order("load", "b")
+        await wait_until(ring.becomes(b="failed"))
+        assert sha256_of("other") in (await ring.held())["b"].why and not (b / "starts").exists()
+
+
 async def test_a_host_offers_its_models_again_to_a_redis_that_has_lost_them(
     redis: Redis, redis_url: str, tmp_path: Path
 ) -> None:

@@ -100,6 +100,12 @@ class Offers:
         looked = self._looked.get(name)
         return None if looked is None else looked.described
 
+    def current(self, name: str) -> Described | None:
+        """The model as it was described, unless its files have changed since."""
+        looked = self._looked.get(name)
+        is_current = looked is not None and looked.files.changed_ns == self.files(name).changed_ns
+        return looked.described if looked is not None and is_current else None
+
     @property
     def looked(self) -> list[Looked]:
         return list(self._looked.values())
@@ -121,8 +127,8 @@ class Offers:
             del self._looked[name]
 
     def new(self, models: RingModels, held: Collection[str]) -> list[CatalogueEntry]:
-        """Models to be described: the catalogue has got them or has them otherwise than before, or the files of one
-        that was refused have changed. One that is elsewhere is noted as refused."""
+        """Models to be described: the catalogue has got them or has them otherwise than before, or their files have
+        changed. One that is elsewhere is noted as refused."""
         found = []
         for entry in self.meant(models):
             waits = entry.name not in self._files or self._lacks_draft(entry)
@@ -139,7 +145,7 @@ class Offers:
         looked = self._looked.get(entry.name)
         if looked is None or (looked.entry.source, looked.entry.options) != (entry.source, entry.options):
             return False
-        return looked.described is not None or looked.files == self._files[entry.name]
+        return self.current(entry.name) is not None or looked.files == self._files[entry.name]
 
     # -- what the ring is told
 

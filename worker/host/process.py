@@ -406,7 +406,7 @@ class HostProcess:
         if leaving:
             await asyncio.wait(leaving)
         began = time.monotonic()  # a drain is no part of what a load takes
-        known = self._offers.known(held.name) if await self._offers.find(entry) else None
+        known = self._offers.current(held.name) if await self._offers.find(entry) else None
         await asyncio.to_thread(self._weights.note_use, entry.sha256)
         if known is None or (self._spare is not None and self._spare.runs):
             held.child = await self._take_spare()
@@ -433,9 +433,10 @@ class HostProcess:
         return why
 
     async def _fetch(self, held: Held, entry: CatalogueEntry, spare: WorkerChild) -> str:
-        """Get a model from the hub and look at it; why that cannot be."""
-        held.become("downloading")
-        self._note_change()
+        """Get a model from the hub, unless its files are here, and look at it; why that cannot be."""
+        if not self._offers.files(entry.name).place:
+            held.become("downloading")
+            self._note_change()
         models = await self._store.read()
         if not await self._offers.find(entry) and self._weights.givers(entry, models):
             why = await self._weights.take(entry, models, held.advance, self._hashes_in_use())
