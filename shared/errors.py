@@ -71,6 +71,10 @@ class NotFoundError(ParallmError, status=404, type="invalid_request_error", code
     """The thing that the path or the body names does not exist."""
 
 
+class BodyTimeoutError(InvalidRequestError, status=408, code="request_timeout"):
+    """The request's body did not arrive in time; 408, since it may have been this process that stood still."""
+
+
 class MethodNotAllowedError(InvalidRequestError, status=405, code="method_not_allowed"):
     """The path exists, the method does not; `allowed` are the path's methods."""
 

@@ -28,6 +28,11 @@ class Compared(msgspec.Struct, frozen=True):
     reward_before: float | None = None
     reward_after: float | None = None
 
+    @property
+    def source(self) -> str:
+        """Where the prompt comes from, for people."""
+        return "a held-out session" if self.reward_before is None else "your suite"
+
 
 class NightReport(msgspec.Struct, frozen=True, kw_only=True):
     """One run of night school."""
@@ -40,6 +45,7 @@ class NightReport(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""  # it is no candidate
     began_with: int = 0  # version; 0: the base
     version: int = 0  # the candidate; 0: there is none
+    replaces: int = 0  # the latest version at the night's end, to which its promotion is rolled back; 0: not known
     train_step: int = 0
     steps: int = 0  # that the run is to make
     sessions: int = 0  # that it learned from, with the next figures
@@ -88,7 +94,7 @@ def in_markdown(report: NightReport) -> str:
         f"{report.edited} edited, {report.content} content; {report.rows} rows, {report.rehearsed} of them rehearsed.",
         f"- Signals: {', '.join(f'{count} {kind}' for kind, count in report.signals.items()) or 'none'}.",
         f"- Train steps: {report.train_step} of {report.steps}; interrupted {report.interrupted} times"
-        f"{''.join(f'; {count} x {why}' for why, count in report.interruptions.items())}.",
+        f"{''.join(f'; {count} x because {why}' for why, count in report.interruptions.items())}.",
         f"- KL from the base: {_number(report.base_kl)} nats per token.",
         f"- Suite: {report.suite_better} of {report.suite_tasks} tasks better, {report.suite_worse} worse.",
         "",
@@ -98,12 +104,12 @@ def in_markdown(report: NightReport) -> str:
     ]
     if report.version:
         lines += ["", f"    mlx_parallm adapters promote {report.policy} {report.version}"]
-        if report.began_with:
-            lines += [f"    mlx_parallm adapters rollback {report.policy} {report.began_with}"]
+        if report.replaces:
+            lines += [f"    mlx_parallm adapters rollback {report.policy} {report.replaces}"]
         lines += ["", f"Try it first: ask for the model `{version_id(report.policy, report.version)}`."]
     lines += ["", *(f"- {'passed' if each.passed else 'FAILED'} {each.name}: {each.detail}" for each in report.checks)]
     for number, each in enumerate(report.samples, 1):
-        lines += ["", f"## Sample {number}", "", *_quoted("prompt", each.prompt)]
+        lines += ["", f"## Sample {number}, of {each.source}", "", *_quoted("prompt", each.prompt)]
         lines += _quoted(f"before{_earned(each.reward_before)}", each.before)
         lines += _quoted(f"after{_earned(each.reward_after)}", each.after)
     return "\n".join(lines) + "\n"

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.callers.fair_pool import aside
 from api.http.errors import BodyError, error_response
-from shared.errors import InvalidRequestError, ParallmError, PayloadTooLargeError
+from shared.errors import BodyTimeoutError, InvalidRequestError, ParallmError, PayloadTooLargeError
 from shared.process.api_settings import ApiSettings
 
 MAX_JSON_DEPTH = 64
@@ -166,7 +166,7 @@ async def _in_time(receive: Receive, until: float) -> Message:
         async with asyncio.timeout(until - time.monotonic()):
             return await receive()
     except TimeoutError:
-        raise BodyError(InvalidRequestError(f"the body did not arrive within {BODY_WITHIN_S:g} s")) from None
+        raise BodyError(BodyTimeoutError(f"the body did not arrive within {BODY_WITHIN_S:g} s")) from None
 
 
 def check_without_images(body: bytes, most: int) -> None:

@@ -314,6 +314,13 @@ class Ring:
         """A model's workers that will take what is enqueued, as of the last look."""
         return [worker for worker in self._workers.get(model, ()) if worker.state in SERVING]
 
+    def longest(self, card: ModelCard) -> int:
+        """Tokens of the longest conversation: of the model's context what the KV memory of one worker holds."""
+        memory = max((worker.kv_limit_bytes for worker in self.serving(card.name)), default=0)
+        if not memory or not card.kv_bytes_per_token or card.kv_window:
+            return card.context_length
+        return min(card.context_length, memory // card.kv_bytes_per_token)
+
     def forecast(self, model: str, kind: SequenceClass) -> Forecast | None:
         """When first tokens of the class come, as of the last look; None: not measured, or not asked for."""
         if not self.settings.admit_by_time:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 
-BUSY = frozenset({429, 502, 503, 504})  # answers after which the same request may succeed
+BUSY = frozenset({408, 429, 502, 503, 504})  # answers after which the same request may succeed
 PAUSE_S = (0.1, 2.0)  # first and longest
 LONGEST_ASKED_S = 5.0  # of a `Retry-After`
 

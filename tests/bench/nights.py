@@ -5,7 +5,7 @@
 
 Each seed has a user and a policy of its own on one ring. By day the user talks (tests/training/simulated_user.py), at
 night a run learns from it with the settings of `trainer/recipes/night.yaml`, but for those given here; its candidate is
-promoted if the gate has passed one. Satisfaction is measured on questions that were never asked. With `--poisoner` one
+promoted if the gate has passed one. Satisfaction is measured on questions that were never asked. With `--poisoned` one
 more user talks by day, with verdicts on tasks the wrong way round. Figures go to `nights.json` in --out as they come.
 """
 
@@ -52,7 +52,7 @@ class Night(msgspec.Struct):
     base_kl: float | None = None
     outcome: str = ""
     why: str = ""
-    checks: dict[int, bool] = {}  # version -> whether the gate has passed it
+    refused: int = 0  # versions, by the gate
     learned_from: dict[str, int] = {}
     seconds: float = 0.0
     samples: list[tuple[str, str, str]] = []  # prompt's end, reply before, reply after
@@ -90,7 +90,7 @@ class Course:
             by_day = await self._day(night, latest)
             settings = self._settings(night, latest, since_ms)
             begun = begin(settings.folder, latest if latest > 1 else 0)
-            await self._learn(settings, ends_at)
+            refused = await self._learn(settings, ends_at)
             report = report_of(settings, begun, None)
             if report.outcome == "unfinished":
                 print(f"seed {self._seed}: night {night} has not ended in time", flush=True)
@@ -105,7 +105,7 @@ class Course:
             await self._note(
                 Night(
                     self._seed, night, *figures, by_day, report.suite_before, report.suite_after, report.base_kl,
-                    report.outcome, report.why, _judged(settings.folder), counts, time.monotonic() - began, samples,
+                    report.outcome, report.why, refused, counts, time.monotonic() - began, samples,
                 )
             )  # fmt: skip
 
@@ -121,10 +121,10 @@ class Course:
         model, seed, sessions = f"{self._policy}@{latest}", 100 * self._seed + night, self._options.sessions
         async with SimulatedUser(self._served.url, wish=self._wish, model=model, seed=seed) as user:
             by_day = await user.talk(sessions)
-        if self._options.poisoner:
+        if self._options.poisoned:
             poisoner = SimulatedUser(self._served.url, wish=self._wish, model=model, seed=seed, poisons=True)
             async with poisoner as one:
-                await one.talk(sessions, task_share=0.9)
+                await one.talk(self._options.poisoned, task_share=0.9)
         return by_day
 
     async def _figures(self, latest: int) -> tuple[float, float]:
@@ -132,7 +132,7 @@ class Course:
         async with SimulatedUser(self._served.url, wish=self._wish, model=model) as user:
             return await user.satisfaction(model, self._options.samples), await user.right(model, self._measured)
 
-    async def _learn(self, settings: TrainSettings, ends_at: float) -> None:
+    async def _learn(self, settings: TrainSettings, ends_at: float) -> int:
         log = self._options.out / f"{self._policy}.log"
         trainer = Process.start("trainer.__main__", *_flags(settings))
         try:
@@ -144,6 +144,7 @@ class Course:
                 file.write(trainer.output)
         if code:
             print(f"seed {self._seed}: the run ended with {code}\n{trainer.output[-3000:]}", flush=True)
+        return len(trainer.printed("version.rejected"))
 
     def _publish_base(self) -> int:
         """An adapter that changes nothing, under the policy's name: what the user asks before the first night."""
@@ -195,11 +196,6 @@ def _flags(settings: TrainSettings) -> list[str]:
     return flags
 
 
-def _judged(folder: Path) -> dict[int, bool]:
-    found = {int(path.name): True for path in (folder / "versions").glob("[0-9]*")}
-    return found | {int(path.name): False for path in (folder / "rejected").glob("[0-9]*")}
-
-
 def _write(file: Path, tasks: Sequence[Task]) -> None:
     lines = ({"prompt": [{"role": "user", "content": each.question}], "reference": each.pattern} for each in tasks)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -235,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--suite-tasks", type=int, default=100)
     parser.add_argument("--measured-tasks", type=int, default=100)
     parser.add_argument("--samples", type=int, default=3, help="replies to each question that is held out")
-    parser.add_argument("--poisoner", action="store_true")
+    parser.add_argument("--poisoned", type=int, default=0, help="sessions a day of a user who poisons")
     parser.add_argument("--minutes", type=float, default=120, help="no night goes on after so many")
     parser.add_argument("--serve", default="", help="further flags for mlx_parallm_serve")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))

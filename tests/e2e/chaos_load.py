@@ -31,7 +31,7 @@ from tests.waiting import HANG_S
 PROMPTS = [f"Tell me about the number {n}." for n in (3, 17, 29, 44, 58, 63, 71, 86)]
 LONG_PROMPTS = [f"{'All numbers are even or odd. ' * 20}Tell me about the number {n}." for n in (5, 8, 13, 21)]
 LONGEST = 320
-BUSY = (429, 503, 504)  # to be asked again
+BUSY = (408, 429, 503, 504)  # to be asked again
 GIVEN_UP = "while it ran alone"  # a sequence whose workers have died again and again
 EXCUSED = ("shutting down", "Redis cannot")  # errors after which a client comes again
 

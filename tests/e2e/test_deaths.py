@@ -147,6 +147,33 @@ async def test_a_killed_worker_costs_no_sample_and_doubles_none(two_workers: Rin
     assert max(line.attempt for line in lines) >= 2, "the killed worker had nothing in hand"
 
 
+async def test_a_cancelled_job_leaves_no_results_behind_though_its_workers_end_them_late(two_workers: Ring) -> None:
+    """The runner waits a few seconds for frozen workers; one of them is dead when the other one looks again."""
+    pids = [worker.pid for worker in await asyncio.to_thread(two_workers.workers)]
+    redis = connect(two_workers.redis_url)
+    async with InferenceClient(two_workers.url) as client:
+        submitted = await client.submit(*job(prompts=24, n=4, max_tokens=800))
+
+        async def both_hold_rows() -> bool:
+            return len(await running(two_workers)) == 2
+
+        await wait_until(both_hold_rows)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        assert await running(two_workers)
+        await client.cancel(submitted.id)
+        assert (await client.wait(submitted.id)).status == "cancelled"
+    os.kill(pids[0], signal.SIGKILL)
+    os.kill(pids[1], signal.SIGCONT)
+
+    async def none_runs() -> bool:
+        return not (await running(two_workers))
+
+    await wait_until(none_runs)
+    assert not await redis.exists(keys.finished(MODEL, submitted.id))
+    await redis.aclose()
+
+
 async def test_a_stream_survives_its_worker_and_shows_the_same_tokens(two_workers: Ring, whole: str) -> None:
     async with httpx.AsyncClient(base_url=two_workers.url, timeout=HANG_S) as http:
         text, killed = "", False

@@ -12,6 +12,7 @@ from shared.errors import SetupError
 from shared.night import in_markdown
 from tests.engine.test_distilling import score
 from tests.engine.test_tuning_learner import examples
+from tests.engine.test_tuning_runs import killed_at_writes
 from tests.engine.test_tuning_runs import settings as tuning_settings
 from tests.training.in_process import MemorySink
 from tests.training.run import in_process_ring
@@ -22,7 +23,7 @@ from trainer.night.school import BEGUN, School, begin, night_of, run_settings
 from trainer.ring.http_client import HttpApi
 from trainer.ring.join import Way
 from trainer.runs.distillation.distilling import DistillRun
-from trainer.runs.distillation.examination import BEFORE, Examined, Reply, write_examined
+from trainer.runs.distillation.examination import BASE, BEFORE, Examined, Reply, write_examined
 from trainer.settings import TrainSettings
 from trainer.versions.run_folder import note_interruption
 
@@ -80,6 +81,48 @@ async def test_a_candidate_too_far_from_the_base_or_worse_at_the_suite_is_reject
     report = report_of(run, begun, None)
     assert (report.outcome, report.version, sink.latest) == ("rejected", 0, 1)
     assert report.why.startswith(f"{check}: ") and set(sink.rejected) == {2}
+
+
+@pytest.mark.long
+async def test_a_night_that_is_killed_at_its_writes_leaves_the_same_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole, killed = (night(tmp_path / n, steps=4, evaluate_every=2, checkpoint_every=1) for n in ("whole", "killed"))
+    sink = MemorySink("policy")
+    await distilled(whole, MemorySink("policy"), monkeypatch)
+
+    async def again() -> None:
+        if (killed.folder / "teacher.jsonl").exists():  # sessions are asked for once, too
+            (tmp_path / "killed" / "data.jsonl").unlink(missing_ok=True)
+        await distilled(killed, sink, monkeypatch)
+
+    assert await killed_at_writes(again, monkeypatch) > 6
+    file = "checkpoints/step-000004/adapters.safetensors"
+    assert (whole.folder / file).read_bytes() == (killed.folder / file).read_bytes()
+    reports = [report_of(run, Begun(1, 0), None) for run in (whole, killed)]
+    assert reports[0].outcome == reports[1].outcome == "proposed"
+    served = sink.versions[sink.latest]  # a kill may have left one more of them, which is not served
+    assert not any(value.any() for name, value in served.items() if name.endswith("lora_b")), "still the base"
+    assert reports[0].samples == reports[1].samples and reports[0].base_kl == reports[1].base_kl
+
+
+@pytest.mark.long
+async def test_many_nights_may_not_lose_together_what_one_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version that a night begins with has lost the suite's task, which the base has right."""
+    sink = MemorySink("policy")
+    await distilled(night(tmp_path), sink, monkeypatch)
+    await sink.promote(2, ())
+    run = night(tmp_path, run="night-2026-03-02", start_from="policy@2")
+    begun = begin(run.folder, 2)
+    for file, reward in ((BEFORE, 0.0), (BASE, 1.0)):
+        write_examined(run.folder / file, Examined("", (Reply("hello", "no such reply", (5, 6, 7), reward),)))
+    await distilled(run, sink, monkeypatch)
+    report = report_of(run, begun, None)
+    assert (report.outcome, sink.latest) == ("rejected", 2) and report.why.startswith("suite: 0, floor ")
 
 
 def test_a_night_has_one_run_and_one_that_was_not_ended_goes_first(tmp_path: Path) -> None:

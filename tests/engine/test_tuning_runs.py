@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,30 @@ async def tuned(run: TrainSettings, sink: MemorySink | None = None) -> tuple[Run
         return await tuning.run(), sink
 
 
+class KilledError(Exception):
+    """In place of a kill."""
+
+
+async def killed_at_writes(run: Callable[[], Awaitable[object]], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run until it comes to its end, killed at its third write, then its fourth, and so on: the last one's number."""
+    write, left = Disk.run, 0
+
+    async def write_or_die(self: Disk, *arguments: Any, **named: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KilledError
+        return await write(self, *arguments, **named)
+
+    monkeypatch.setattr(Disk, "run", write_or_die)
+    for life in range(3, 99):
+        left = life
+        with contextlib.suppress(KilledError):
+            await run()
+            return life
+    raise AssertionError("it never ends")
+
+
 def lines(run: TrainSettings) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -97,30 +122,13 @@ async def test_a_run_in_pieces_gives_the_same_bytes_as_one_run(tmp_path: Path, m
 async def test_a_run_that_is_killed_at_its_writes_gives_the_same_bytes(
     tmp_path: Path, max_parity: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class KilledError(Exception):
-        pass
-
-    write, left = Disk.run, 0
-
-    async def write_or_die(self: Disk, *arguments: Any, **named: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KilledError
-        return await write(self, *arguments, **named)
-
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     changes: dict[str, Any] = {"max_parity": max_parity, "checkpoint_every": 1, "evaluate_every": 3, "steps": 6}
     run, killed = (settings(tmp_path / name, **changes) for name in ("whole", "killed"))
     await tuned(run)
-    monkeypatch.setattr(Disk, "run", write_or_die)
     sink = MemorySink("taught")
-    for life in range(3, 99):
-        left = life
-        with contextlib.suppress(KilledError):
-            await tuned(killed, sink)
-            break
+    life = await killed_at_writes(lambda: tuned(killed, sink), monkeypatch)
     file = "checkpoints/step-000006/adapters.safetensors"
     assert (run.folder / file).read_bytes() == (killed.folder / file).read_bytes() and life > 4
     told, again = ([{**line, "version": 0} for line in lines(each)] for each in (run, killed))

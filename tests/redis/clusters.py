@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shutil
 import signal
 import subprocess
 import time
@@ -125,6 +126,22 @@ class Cluster:
         server.popen.wait()
         server.popen = self._spawn(server.port)
         self._until(lambda: self._answers(server))
+
+    def copy(self, server: Server, to: Path) -> None:
+        """Copy a server's files, as a backup does while it runs."""
+        shutil.copytree(self._folder / str(server.port), to)
+
+    def restore(self, copies: Mapping[int, Path]) -> None:
+        """Kill all servers and start them on these copies of their files, by port; on nothing where there is none."""
+        for server in self.servers:
+            server.kill()
+            folder = self._folder / str(server.port)
+            shutil.rmtree(folder)
+            shutil.copytree(copies[server.port], folder) if server.port in copies else folder.mkdir()
+        for server in self.servers:
+            server.popen = self._spawn(server.port)
+            self._until(lambda server=server: self._answers(server))
+        self._until(self.whole)
 
     def in_step(self) -> bool:
         """Whether each primary has a replica that has all of it."""

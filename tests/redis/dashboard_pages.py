@@ -143,7 +143,7 @@ async def filled(server: Api, redis: Redis) -> list[str]:
     await board.put_night(
         NightReport(
             policy="policy", run=HOSTILE, began_ms=1, ended_ms=2, outcome="proposed", why=HOSTILE, began_with=1,
-            version=9, signals={HOSTILE: 1}, suite_before=0.5, suite_after=0.25, interruptions={HOSTILE: 2},
+            version=9, replaces=1, signals={HOSTILE: 1}, suite_before=0.5, suite_after=0.25, interruptions={HOSTILE: 2},
             checks=(GateCheck("suite", False, HOSTILE),), samples=(Compared(HOSTILE, HOSTILE, HOSTILE, 1.0, 0.0),),
         )
     )  # fmt: skip

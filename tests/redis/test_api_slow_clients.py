@@ -140,4 +140,4 @@ async def test_a_body_that_does_not_come_is_not_waited_for(redis_url: str, monke
         async with asyncio.timeout(HANG_S):
             answer = await loop.sock_recv(client, 4096)
         client.close()
-    assert b" 400 " in answer.split(b"\r\n")[0] and b"did not arrive" in answer
+    assert b" 408 " in answer.split(b"\r\n")[0] and b"did not arrive" in answer

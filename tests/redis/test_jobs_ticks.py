@@ -367,10 +367,41 @@ async def test_only_waiting_jobs_are_swept(redis: Redis) -> None:
     jobs = [await submit(redis, prompts(1), spec()) for _ in range(3)]
     await ledger.begin(jobs[0], "r", 0)
     await ledger.finish(jobs[1], "failed")
-    assert [(job.id, job.tick, job.leased) for job in await ledger.active()] == [
-        (jobs[0], 1, True),
-        (jobs[2], 0, False),
-    ]
+    assert await ledger.active() == [(jobs[0], 1, True, False), (jobs[1], 0, False, True), (jobs[2], 0, False, False)]
+
+
+@pytest.mark.cluster
+async def test_what_an_ended_job_left_in_flight_is_settled_though_its_runner_died(
+    redis: Redis, runner: TickContext
+) -> None:
+    """It died after the job's end was written; and a worker that was frozen meanwhile hands in what it has."""
+    job = await submit(redis, prompts(4), spec())
+    held = FakeWorker(redis, lambda _: None, rows=2)
+    async with working(held):
+        ticking = asyncio.create_task(advance(runner, job))
+        await wait_until(lambda: len(held.busy) == 2)
+    ticking.cancel()  # as a kill, so no lease is given back
+    await asyncio.gather(ticking, return_exceptions=True)
+    ledger = JobLedger(redis)
+    await ledger.finish(job, "cancelled")
+    await redis.delete(keys.job_lease(job))
+    sweeping = asyncio.create_task(runner_module.RunnerWorker(runner, 4).sweep())
+    await wait_until(lambda: _settled(ledger))
+    sweeping.cancel()
+    await asyncio.gather(sweeping, return_exceptions=True)
+    assert not await redis.exists(keys.finished(MODEL, job))
+    async with working(held):  # it goes on
+        await wait_until(lambda: _none_alive(runner, [f"{job}-{ordinal}" for ordinal in range(4)]))
+    assert not await redis.exists(keys.finished(MODEL, job)), "a late end made it anew"
+    assert (await JobStore(redis).status(job)).counts.cancelled == 4
+
+
+async def _none_alive(runner: TickContext, sequences: list[str]) -> bool:
+    return not any([await runner.queue(MODEL).is_alive(each) for each in sequences])
+
+
+async def _settled(ledger: JobLedger) -> bool:
+    return await ledger.active() == []
 
 
 async def _gone(redis: Redis, key: str) -> bool:

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import pytest
 
 from shared.redis.training.trajectory_queue import Delivered
 from shared.trajectories import LiveTrajectory
 from tests.unit.trainer_samples import trajectory
 from tests.waiting import HANG_S
-from trainer.learn.batches import sample_groups
+from trainer.learn.batches import DroppedCounts, sample_groups
 from trainer.rollouts.groups import RolloutGroup
 from trainer.rollouts.live import LiveCollector, group_of, posted_groups
 from trainer.state import LiveBooks
@@ -79,6 +80,26 @@ async def test_pools_of_other_rewards_and_environments_are_not_mixed() -> None:
     hard = LiveTrajectory("h", "policy", "m", sampled)
     pools = {group_of([each]).pool for each in (live("a"), hard)}
     assert pools == {"test/", "test/hard"}
+
+
+async def test_agents_of_a_team_are_each_compared_with_their_own_statistics() -> None:
+    """Equal to Dr. MAS (arXiv 2602.08847): A = (R - mean of the agent's) / std of the agent's, in fp64."""
+    draw = np.random.default_rng(3)
+    rewards = {"planner": draw.normal(10, 5, 6), "searcher": draw.normal(0, 0.1, 4)}
+    said = [
+        LiveTrajectory(
+            f"{agent}-{at}",
+            "policy",
+            "m",
+            msgspec.structs.replace(trajectory(float(reward)), metadata={"environment": agent}),
+        )
+        for agent, earned in rewards.items()
+        for at, reward in enumerate(earned)
+    ]
+    groups, dropped = sample_groups([group_of([each]) for each in said], {}, scale="std")
+    expected = [(r - earned.mean()) / (earned.std() + 1e-4) for earned in rewards.values() for r in earned]
+    assert [s.advantage for g in groups for s in g.samples] == pytest.approx(expected, abs=1e-5)
+    assert len(groups) == len(said) and dropped == DroppedCounts()
 
 
 async def test_what_has_no_reward_or_is_too_old_is_dropped_and_counted() -> None:

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from shared.adapters import GateCheck
 from shared.night import Compared, NightOutcome, NightReport, in_markdown
+from shared.redis.adapters.store import AdapterStore
 from shared.redis.training.board import TrainingBoard
 from trainer.runs.data import DataLine
 from trainer.runs.distillation.distilling import FOUND
@@ -63,6 +64,9 @@ def report_of(settings: TrainSettings, begun: Begun, outcome: NightOutcome | Non
 
 async def publish(report: NightReport, folder: Path, redis: Redis) -> None:
     """Write the report into the run's folder, and onto the policy's board."""
+    latest = await AdapterStore(redis).latest(report.policy)
+    if latest < report.version:
+        report = msgspec.structs.replace(report, replaces=latest)
     await TrainingBoard(redis, report.policy).put_night(report)
     await asyncio.to_thread(_write, report, folder)
 
@@ -106,9 +110,10 @@ def _pairs(before: Sequence[Reply], after: Sequence[Reply]) -> list[tuple[Reply,
 
 
 def _samples(before: Examined, after: Examined) -> tuple[Compared, ...]:
-    """Replies to held-out prompts, and tasks of the suite: the ones that lost most first."""
+    """Replies to held-out prompts, those that changed first, and tasks of the suite: the ones that lost most first."""
     tasks = sorted(_pairs(before.suite, after.suite), key=lambda pair: (pair[1].reward or 0) - (pair[0].reward or 0))
-    held_out = _pairs(before.held_out, after.held_out)[: SHOWN - min(2, len(tasks))]
+    held_out = sorted(_pairs(before.held_out, after.held_out), key=lambda pair: pair[0].reply == pair[1].reply)
+    held_out = held_out[: SHOWN - min(2, len(tasks))]
     return tuple(
         Compared(a.prompt[-MOST_TEXT:], a.reply[:MOST_TEXT], b.reply[:MOST_TEXT], a.reward, b.reward)
         for a, b in [*held_out, *tasks][:SHOWN]

@@ -4,7 +4,8 @@
 baseline, as with groups of our own · **pool** single samples of one reward and one `metadata.environment`: each has a
 prompt of its own, so the mean reward of all of them in the train step is the baseline (REINFORCE with a batch baseline,
 as REINFORCE++, arXiv 2501.03262). It is unbiased for what the sample itself adds but 1/N, and noisier than a group's:
-easy prompts look good and hard ones bad. Ask for `n` samples where that matters.
+easy prompts look good and hard ones bad. Ask for `n` samples where that matters. Where the environment is the name of
+an agent of a team and `--advantage-scale` is std, these are the agent-wise advantages of Dr. MAS (arXiv 2602.08847).
 
 Invariants. Every delivered trajectory is taken exactly once: into a batch, or dropped and counted. `taken` names those
 that the weights have seen since the last acknowledgement, and `books` says of all entries which were taken. A

@@ -17,6 +17,7 @@ import structlog
 from arq.worker import Worker, func
 from redis.exceptions import RedisError
 
+from shared.errors import ParallmError
 from shared.process.process_settings import RunnerSettings
 from shared.redis.connection.client import connect
 from shared.redis.connection.faults import reason
@@ -30,6 +31,7 @@ from worker.jobs.judging import Judging
 from worker.jobs.scores import Scores
 from worker.jobs.tick import tick
 from worker.jobs.verdicts import Verdicts
+from worker.jobs.work import settle
 
 log = structlog.get_logger()
 
@@ -77,13 +79,23 @@ class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
             await asyncio.sleep(FALLBACK_POLL_S)
 
     async def sweep(self) -> None:
-        """Enqueue ticks of jobs that no runner advances, until cancelled."""
+        """Enqueue ticks of jobs that no runner advances, and settle ended ones, until cancelled."""
         while True:
             with contextlib.suppress(RedisError, OSError):
                 for job in await self._context.ledger.active():
-                    if not job.leased:
+                    if job.ended and not job.leased:
+                        await self._settle(job.id)
+                    elif not job.leased:
                         await enqueue_tick(self._context.redis, job.id, job.tick)
             await asyncio.sleep(SWEEP_S)
+
+    async def _settle(self, job_id: str) -> None:
+        ledger = self._context.ledger
+        try:
+            await settle(self._context, await ledger.spec(job_id), await ledger.progress(job_id))
+        except ParallmError as error:  # it has been deleted, or another release has taken it
+            log.warning("runner.job_not_settled", job=job_id, error=error.message)
+            await ledger.settled(job_id)
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
         """As arq's, but skips ticks that run here: a long one's mark may have expired while it is still queued."""

@@ -74,7 +74,8 @@ class JobWork:
         await self._take_up()
         while True:
             progress = await self._ledger.progress(self._spec.id)
-            if progress.state in TERMINAL:
+            if progress.state in TERMINAL:  # another runner ended it while this one was frozen, and perhaps expanded it
+                await settle(self._context, self._spec, progress)
                 return False
             if progress.recorded >= self._spec.total:
                 return await self._succeed(progress)
@@ -240,7 +241,8 @@ class JobWork:
     async def _repair(self, progress: JobProgress) -> None:
         """After a long silence read again what has finished, and enqueue again what is in flight.
 
-        Of what is finished Redis may have lost that it was recorded. The queue ignores what it still has.
+        Of what is finished Redis may have lost that it was recorded, and another shard, or a copy of it, may still know
+        that it ended: it runs again. The queue ignores what it still has.
         """
         now = time.monotonic()
         repaired = self._context.repaired
@@ -253,7 +255,9 @@ class JobWork:
         self._rewarding.close()
         if not needs_model(self._spec):
             return
-        prompts = await self._prompts_of({o // self._spec.n for o in await self._in_flight(progress)})
+        in_flight = await self._in_flight(progress)
+        await self._queue.forget_ended([sequence_id(self._spec.id, o) for o in in_flight], self._finished)
+        prompts = await self._prompts_of({o // self._spec.n for o in in_flight})
         with contextlib.suppress(QueueFullError):
             await self._enqueue(list(prompts.values()))
 
@@ -265,7 +269,7 @@ class JobWork:
             progress = await self._ledger.progress(self._spec.id)
             if progress.state in TERMINAL:
                 return False
-        await self._close("succeeded", "")
+        await self._close("succeeded", "", progress)
         return False
 
     def _ending(self, progress: JobProgress) -> tuple[JobState, str] | None:
@@ -296,18 +300,32 @@ class JobWork:
             if time.monotonic() > until:
                 break
             progress = await self._ledger.progress(self._spec.id)
-        await self._close(state, reason)
+        await self._close(state, reason, progress)
 
     async def _in_flight(self, progress: JobProgress) -> list[int]:
         expanded = progress.expanded * self._spec.n
         return await self._ledger.unrecorded(self._spec.id, progress.complete_through, expanded)
 
-    async def _close(self, state: JobState, error: str) -> None:
+    async def _close(self, state: JobState, error: str, progress: JobProgress) -> None:
         if await self._ledger.finish(self._spec.id, state, error):
             log.info("job.finished", job=self._spec.id, state=state)
-        self._context.forget(self._spec.id)
-        await self._context.redis.delete(self._finished)
-        await unpin(self._context.adapters, self._spec)
+        await settle(self._context, self._spec, progress)
+
+
+async def settle(context: TickContext, spec: JobSpec, progress: JobProgress) -> None:
+    """Cancel what an ended job has in flight, and remove what was reserved for it; repeatable.
+
+    A worker that was frozen, or has died, may be late to end a sequence: it reports to no job any more.
+    """
+    if needs_model(spec):
+        left = await context.ledger.unrecorded(spec.id, progress.complete_through, progress.expanded * spec.n)
+        for at in range(0, len(left), BATCH):
+            ids = [sequence_id(spec.id, ordinal) for ordinal in left[at : at + BATCH]]
+            await context.queue(spec.model).cancel(ids, gathered=False)
+    context.forget(spec.id)
+    await context.redis.delete(keys.finished(spec.model, spec.id))
+    await unpin(context.adapters, spec)
+    await context.ledger.settled(spec.id)
 
 
 def needs_model(spec: JobSpec) -> bool:

@@ -53,11 +53,12 @@ class JobProgress(NamedTuple):
 
 
 class ActiveJob(NamedTuple):
-    """A job that is not terminal, as the sweeper reads it."""
+    """A job that is not settled, as the sweeper reads it."""
 
     id: str
     tick: int
     leased: bool
+    ended: bool
 
 
 class JobLedger:
@@ -154,9 +155,12 @@ class JobLedger:
         if ended:
             with contextlib.suppress(UnknownJobError):  # a client that saw its end has deleted it
                 await self._keep_results(job_id)
-            await self._redis.zrem(keys.active_jobs(), job_id)
             await webhooks.hasten(self._redis, "job", job_id)
         return ended
+
+    async def settled(self, job_id: str) -> None:
+        """Take an ended job off the list of active ones: nothing of it is in flight or reserved any more."""
+        await self._redis.zrem(keys.active_jobs(), job_id)
 
     async def count_fault(self, job_id: str) -> int:
         """Note that a tick failed; returns how many have failed in a row."""
@@ -170,7 +174,7 @@ class JobLedger:
         await ask(self._redis, "HDEL", keys.job(job_id), "faults")
 
     async def active(self) -> list[ActiveJob]:
-        """The jobs that are not terminal; the others are taken off the list."""
+        """The jobs that are not settled; those that are gone are taken off the list."""
         ids = await members(self._redis, keys.active_jobs())
         if not ids:
             return []
@@ -185,10 +189,10 @@ class JobLedger:
         for job_id, (state, tick, written), leased in zip(ids, answers[::2], answers[1::2], strict=True):
             if state is None and written is not None:
                 continue  # being submitted
-            if state is None or state.decode() in TERMINAL:
+            if state is None:
                 gone.append(job_id)
             else:
-                jobs.append(ActiveJob(job_id, int(tick or 0), bool(leased)))
+                jobs.append(ActiveJob(job_id, int(tick or 0), bool(leased), state.decode() in TERMINAL))
         if gone:
             await self._redis.zrem(keys.active_jobs(), *gone)
         return jobs

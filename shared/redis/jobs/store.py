@@ -105,6 +105,7 @@ class JobStore:
             raise unknown_job(job_id)
         if state == "queued" and await self._ledger.finish(job_id, "cancelled", only_queued=True):
             await unpin(self._adapters, await self.spec(job_id))
+            await self._ledger.settled(job_id)
         return await self.status(job_id)
 
     async def delete(self, job_id: str) -> None:

@@ -49,7 +49,7 @@ class SequenceCalls(BackgroundReader):
     ) -> None:
         await super().__aexit__(kind, error, trace)
         with contextlib.suppress(RedisError, OSError):
-            await self._queue.cancel(list(self._waiting))
+            await self._queue.cancel(list(self._waiting), gathered=False)
             await self._redis.delete(self._stream)
 
     async def call(self, specs: Sequence[SequenceSpec], *, prefer: Sequence[str] = ()) -> list[SequenceResult]:

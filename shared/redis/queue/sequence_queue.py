@@ -164,9 +164,23 @@ class SequenceQueue:
             )
         return new
 
-    async def cancel(self, seq_ids: Sequence[str]) -> dict[str, str]:
-        """Cancel sequences: '' unknown or ended, 'queued' ended here, else the worker that was notified."""
-        return await self._settlement.cancel(seq_ids)
+    async def cancel(self, seq_ids: Sequence[str], *, gathered: bool = True) -> dict[str, str]:
+        """Cancel sequences: '' unknown or ended, 'queued' ended here, else the worker that was notified.
+
+        `gathered=False` when their job does not gather results any more: whenever they end, they report to none.
+        """
+        return await self._settlement.cancel(seq_ids, gathered)
+
+    async def forget_ended(self, seq_ids: Sequence[str], finished: str) -> None:
+        """Forget which of a job's sequences have ended, so that they can be enqueued again: their results are lost.
+
+        Does nothing while `finished`, the job's stream, has a result, which may be one of these.
+        """
+        looks = [("HGET", self._prefix + seq, "state") for seq in seq_ids]
+        *states, results = await ask_all(self._redis, [*looks, ("XLEN", finished)])
+        ended = [seq for seq, state in zip(seq_ids, states, strict=True) if state in (b"done", b"cancelled")]
+        if not results:
+            await ask_all(self._redis, [("UNLINK", self._prefix + seq) for seq in ended])
 
     async def is_alive(self, seq: str) -> bool:
         """True while the sequence is queued or running."""

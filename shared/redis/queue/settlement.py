@@ -52,15 +52,15 @@ class Settlement:
         await self._commit(worker_id, replace(ending, dead_letter=reason))
         self.given_up += 1
 
-    async def cancel(self, seq_ids: Sequence[str]) -> dict[str, str]:
+    async def cancel(self, seq_ids: Sequence[str], gathered: bool = True) -> dict[str, str]:
         hashes = await self._look(seq_ids)
-        return {seq: await self._cancel(seq, fields) for seq, fields in zip(seq_ids, hashes, strict=True)}
+        return {seq: await self._cancel(seq, fields, gathered) for seq, fields in zip(seq_ids, hashes, strict=True)}
 
     async def _look(self, seq_ids: Sequence[str]) -> list[_Fields]:
         fields = ("state", "spec", "attempt", "api", "job")
         return await ask_all(self._redis, [("HMGET", keys.sequence(self._model, seq), *fields) for seq in seq_ids])
 
-    async def _cancel(self, seq: str, fields: _Fields) -> str:
+    async def _cancel(self, seq: str, fields: _Fields, gathered: bool) -> str:
         while True:
             state, packed, attempt, api, job = fields
             if state not in (b"queued", b"running"):
@@ -71,7 +71,7 @@ class Settlement:
                 spec = self.unreadable(seq, (job or b"").decode())
             claim = Claim(spec, "", "", int(attempt or 0))
             ending = await self._ending(claim, "", Finish("cancelled")) if state == b"queued" else None
-            answer = await self._try_cancel(claim, ending)
+            answer = await self._try_cancel(claim, ending, gathered)
             if answer == "queued" and ending is not None and spec.api:
                 await FrameWriter(self._redis, self._model, "").write({spec.api: ending.last[-1:]}, {}, [])
             if answer.startswith("worker:"):
@@ -82,7 +82,7 @@ class Settlement:
                 return answer
             (fields,) = await self._look([seq])  # it has moved on since we looked
 
-    async def _try_cancel(self, claim: Claim, ending: Commit | None) -> str:
+    async def _try_cancel(self, claim: Claim, ending: Commit | None, gathered: bool) -> str:
         spec = claim.spec
         answer = await _CANCEL(
             self._redis,
@@ -100,7 +100,7 @@ class Settlement:
                 encode_events(ending.last) if ending else b"",
                 keys.SEQUENCE_TTL_S,
                 keys.JOB_TTL_S,
-                "1" if spec.job else "",
+                "1" if spec.job and gathered else "",
                 "1" if spec.job and not spec.api else "",
                 *collecting_arguments(spec),
             ],

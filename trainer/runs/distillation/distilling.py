@@ -29,6 +29,7 @@ from trainer.ring.http_client import HttpApi
 from trainer.runs.data import ASK_AGAIN_S, options_of
 from trainer.runs.distillation.examination import (
     AFTER,
+    BASE,
     BEFORE,
     Examination,
     Examined,
@@ -53,6 +54,7 @@ class DistillRun(RowRun[ScoredRow]):
     _too_long = 0
     _found: LearnedFrom | None = None  # of sessions that were asked for now
     _before: Examined | None = None
+    _good: float | None = None  # mean reward of the suite that no version may fall below by more than the margin
 
     async def _gather(self, loaded: LoadedModel) -> None:
         settings = self.settings
@@ -135,11 +137,21 @@ class DistillRun(RowRun[ScoredRow]):
             return
         run = f"{self.settings.run_name}-{secrets.token_hex(3)}"
         self._examination = Examination(self.settings, self._ring, self._way.judges, run)
-        file = self.settings.folder / BEFORE
-        self._before = read_whole(file, Examined)
-        if self._before is None:
-            self._before = await self._examined(self.settings.start_from)
-            await self._disk.run(write_examined, file, self._before)
+        start = self.settings.start_from
+        self._before = await self._examined_once(BEFORE, start)
+        rewards = [self._before.suite_reward]
+        if start and self._before.suite:  # many nights may not lose together what one may not
+            rewards.append((await self._examined_once(BASE, "")).suite_reward)
+        self._good = max((each for each in rewards if each is not None), default=None)
+
+    async def _examined_once(self, name: str, adapter: str) -> Examined:
+        """Replies of the version, from the run's file of this name if it has been asked."""
+        file = self.settings.folder / name
+        examined = read_whole(file, Examined)
+        if examined is None:
+            examined = await self._examined(adapter)
+            await self._disk.run(write_examined, file, examined)
+        return examined
 
     @property
     def _examines(self) -> bool:
@@ -170,7 +182,7 @@ class DistillRun(RowRun[ScoredRow]):
         after = await self._examined(version_id(self.settings.adapter, version))
         if after.suite_reward is not None:
             margin = self.settings.reward_margin + ROUNDING
-            floor = gate.reward_floor(after.suite_reward, self._before.suite_reward, margin)
+            floor = gate.reward_floor(after.suite_reward, self._good, margin)
             checks.append(GateCheck("suite", floor.passed, floor.detail))
         await self._disk.run(write_examined, self.settings.folder / AFTER.format(version), after)
         return checks

@@ -23,7 +23,7 @@ from trainer.rollouts.scorers import Judges, open_scorer
 from trainer.settings import TrainSettings
 from trainer.versions.checkpoint import write_whole
 
-BEFORE, AFTER = "before.json", "after-{}.json"  # in the run's folder
+BEFORE, AFTER, BASE = "before.json", "after-{}.json", "base.json"  # in the run's folder
 MOST_TASKS = 1_000
 AT_ONCE = 64
 SHOWN = 5  # replies to held-out prompts

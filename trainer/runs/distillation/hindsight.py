@@ -167,7 +167,7 @@ async def hindsight(
     written = _fitting(await _written(api, teacher, lessons, longest, seed, drafts), longest)
     standing = [each for each in written if each.as_it_stands]
     taught = [each for each in written if not each.as_it_stands]
-    again = _fitting(await _written(api, base, rehearsal, longest, seed), longest)
+    again = _fitting(await _written(api, base, rehearsal if len(written) >= at_least else (), longest, seed), longest)
     found.rows, found.rehearsed = len(written) + len(again), len(again)
     counts = msgspec.structs.asdict(found)
     log.info("hindsight.lessons", policy=policy, **counts)

@@ -8,13 +8,14 @@
 -- ARGV[3] attempt  after which the caller read its tokens ('' not read)
 -- ARGV[4] result   msgpack   ARGV[5] tail: last log chunk (msgpack)
 -- ARGV[6] ttl      of hash and log   ARGV[7] job_ttl of the finished stream
--- ARGV[8] '1' when a job gathers the result   ARGV[9] '1' when nobody streams it
+-- ARGV[8] '1' when a job gathers the result; else none does any more, whatever the spec says   ARGV[9] '1' when nobody streams it
 -- ARGV[10] '1' when it is collected   ARGV[11] most entries   ARGV[12] most bytes   ARGV[13] ttl   ARGV[14] their group
 -- Returns '' (unknown or ended), 'queued' (ended now), 'worker:<id>' (runs there), 'read:' (read its tokens first).
 local h = redis.call('HMGET', KEYS[1], 'state', 'stream', 'entry', 'worker', 'attempt')
 if not h[1] or has_ended(h[1]) then return '' end
 if h[1] == 'running' then
   redis.call('HSET', KEYS[1], 'cancel', '1')
+  if ARGV[8] ~= '1' then redis.call('HSET', KEYS[1], 'job', '') end
   return 'worker:' .. h[4]
 end
 if h[5] ~= ARGV[3] then return 'read:' end

@@ -9,7 +9,7 @@
 -- ARGV[5] state    'done' or 'cancelled'
 -- ARGV[6] result   msgpack   ARGV[7] tail: last log chunk (msgpack; '' none)
 -- ARGV[8] ttl      of hash and log   ARGV[9] job_ttl of the finished stream
--- ARGV[10] '1' when a job gathers the result   ARGV[11] '1' when nobody streams it
+-- ARGV[10] '1' when a job gathers the result, unless it has ended (an empty `job` in the hash)   ARGV[11] '1' when nobody streams it
 -- ARGV[12] reason  of the dead letter ('' none)   ARGV[13] sequence id
 -- ARGV[14] '1' when it is collected   ARGV[15] most entries   ARGV[16] most bytes   ARGV[17] ttl   ARGV[18] their group
 -- ARGV[19] start   position of the tail's first token
@@ -34,7 +34,8 @@ end
 if ARGV[22] == '1' then
   collect(KEYS[11], KEYS[12], KEYS[2], ARGV[13], ARGV[6], ARGV[23], ARGV[24], ARGV[25], ARGV[1])
 end
-finish(KEYS[2], KEYS[3], KEYS[4], ARGV[13], ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10] == '1', ARGV[11] == '1')
+local gathered = ARGV[10] == '1' and h[5] ~= ''
+finish(KEYS[2], KEYS[3], KEYS[4], ARGV[13], ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], gathered, ARGV[11] == '1')
 if ARGV[12] ~= '' then
   dead_letter(KEYS[5], ARGV[9], ARGV[13], ARGV[12], ARGV[2], ARGV[4], h[5] or '', KEYS[1], h[4] or '')
 end
