@@ -95,8 +95,8 @@ def change(
     as_json: Json = False,
 ) -> None:
     """Change aliases, priority, time to unload, ranks or worker's flags of a model."""
-    given = {"aliases": alias or None, "priority": priority, "idle_s": idle_s, "ranks": ranks}
-    given |= {"options": _options(option)}
+    given: dict[str, Any] = {"aliases": alias or None, "priority": priority, "idle_s": idle_s}
+    given |= {"ranks": ranks, "options": _options(option)}
     _change(name, {key: value for key, value in given.items() if value is not None}, "changed", url, api_key, as_json)
 
 
