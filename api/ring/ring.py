@@ -25,12 +25,12 @@ from api.checks.grammars import GrammarChecker
 from api.checks.image_fetch import ImageFetch
 from api.checks.image_intake import ImageIntake
 from api.load import ProcessLoad
-from api.ring.cold_models import EMPTY, Obstacle, obstacle, waiting_for
+from api.ring.cold_models import Obstacle, obstacle, waiting_for
 from api.ring.first_tokens import FirstTokens, Forecast
 from api.ring.ordered_scores import OrderedScores
 from api.ring.split_choices import SplitChoices
 from api.ring.spreading import Crowd, Sent
-from shared.catalogue import RingModels
+from shared.catalogue import EMPTY, RingModels
 from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
 from shared.process.api_settings import ApiSettings
 from shared.process.other_rings import HOME, named_urls
