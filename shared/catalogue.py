@@ -183,3 +183,6 @@ class RingModels(msgspec.Struct, frozen=True):
     def holding(self, model: str) -> list[tuple[HostStatus, HeldModel]]:
         """Hosts that hold a model, in any state."""
         return [(host, held) for host in self.hosts if (held := host.holds(model)) is not None]
+
+
+EMPTY = RingModels(0, {}, (), (), {}, {})

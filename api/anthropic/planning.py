@@ -13,6 +13,7 @@ from api.generation.choice import RequestPlan
 from api.generation.named_images import Keep
 from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
+from api.http.anthropic_errors import TOO_LONG
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
 from api.openai.chat import named_images, prepare_seen, unused_hints
@@ -86,7 +87,7 @@ async def plan_message(
     tokens, context = len(prepared.prompts[0]), target.served.card.context_length
     most = min(ring.settings.max_prompt_tokens or context, context - 1)
     if tokens > most and body.truncate_prompt_tokens is None:
-        raise ContextLengthExceededError(f"prompt is too long: {tokens} tokens > {most} maximum")
+        raise ContextLengthExceededError(f"{TOO_LONG}: {tokens} tokens > {most} maximum")
     # A call of a named tool ends an answer as any other call does.
     split = prepared.split and msgspec.structs.replace(prepared.split, named=False)
     prepared = replace(prepared, clamp=True, split=split)

@@ -132,6 +132,22 @@ class DocumentBlock(HistoryModel):
         return "\n".join(filter(None, (self.title, self.context, shown)))
 
 
+class SearchResultBlock(HistoryModel):
+    """A passage that a search of the client's own has brought."""
+
+    off: ClassVar[Off] = {"citations": ({"enabled": False},)}
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Text
+
+    @property
+    def text(self) -> str:
+        """The passage as the model sees it: title, source and text."""
+        return "\n".join([self.title, self.source, *(part.text for part in self.content)])
+
+
 class LeftOutBlock(HistoryModel):
     """A call of a tool of another server and what it brought, or its summary of a conversation."""
 
@@ -157,10 +173,11 @@ ResultPart = Annotated[
         Annotated[TextBlock, Tag("<text>")]
         | Annotated[ToolReferenceBlock, Tag("<tool_reference>")]
         | Annotated[DocumentBlock, Tag("<document>")]
+        | Annotated[SearchResultBlock, Tag("<search_result>")]
         | Annotated[ImageBlock, Tag("<image>")],
         by_type("text"),
     ],
-    known_type("text", "tool_reference", "image", "document"),
+    known_type("text", "tool_reference", "image", "document", "search_result"),
 ]
 
 
@@ -180,6 +197,7 @@ Block = Annotated[
         Annotated[TextBlock, Tag("<text>")]
         | Annotated[ImageBlock, Tag("<image>")]
         | Annotated[DocumentBlock, Tag("<document>")]
+        | Annotated[SearchResultBlock, Tag("<search_result>")]
         | Annotated[LeftOutBlock, Tag("<left-out>")]
         | Annotated[ThinkingBlock, Tag("<thinking>")]
         | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
@@ -187,7 +205,17 @@ Block = Annotated[
         | Annotated[ToolResultBlock, Tag("<tool_result>")],
         by_type("text", dict.fromkeys(LEFT_OUT, "left-out")),
     ],
-    known_type("text", "image", "document", "thinking", "redacted_thinking", "tool_use", "tool_result", *LEFT_OUT),
+    known_type(
+        "text",
+        "image",
+        "document",
+        "search_result",
+        "thinking",
+        "redacted_thinking",
+        "tool_use",
+        "tool_result",
+        *LEFT_OUT,
+    ),
 ]
 Blocks = Annotated[list[Block], BeforeValidator(_parts), _ONE_OR_MANY]
 
@@ -201,7 +229,7 @@ class MessageTurn(HistoryModel):
     @model_validator(mode="after")
     def _seen_by_the_model(self) -> "MessageTurn":
         for number, block in enumerate(self.content if self.role != "user" else ()):
-            if isinstance(block, ImageBlock | DocumentBlock):
+            if isinstance(block, ImageBlock | DocumentBlock | SearchResultBlock):
                 raise complaint(f"content[{number}]", f"only a message of role 'user' has a block '{block.type}'")
         brought = any(isinstance(block, ToolResultBlock) for block in self.content)  # a client's tool reads any file
         for number, block in enumerate(self.content):
@@ -265,7 +293,7 @@ class ChatWriter:
             return
         said: list[Part] = []
         for block in turn.content:
-            if isinstance(block, TextBlock | DocumentBlock):
+            if isinstance(block, TextBlock | DocumentBlock | SearchResultBlock):
                 said.append(block.text)
             elif isinstance(block, ImageBlock):
                 said.append(block.part())

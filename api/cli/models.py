@@ -28,6 +28,10 @@ Priority = Annotated[int | None, typer.Option(help="of two models that want the 
 Idle = Annotated[
     float | None, typer.Option("--idle-s", help="unload it after so long without a request; 0: host's own")
 ]
+Ranks = Annotated[
+    int | None,
+    typer.Option(help="processes that hold it together; more than 1: a group serves it, and no host loads it"),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -62,6 +66,7 @@ def add(
     priority: Priority = None,
     idle_s: Idle = None,
     sha256: Annotated[str, typer.Option(help="base_sha256 that its weights must have")] = "",
+    ranks: Ranks = None,
     option: Options = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
@@ -70,7 +75,7 @@ def add(
     """Add a model to the catalogue: hosts that have its files, or may fetch them, load it when a request needs it."""
     source = str(Path(source).resolve()) if Path(source).exists() else source  # a host has another working directory
     body = {"source": source, "name": name, "sha256": sha256, "pinned": pin, "priority": priority, "idle_s": idle_s}
-    body |= {"aliases": alias or None, "options": _options(option)}
+    body |= {"aliases": alias or None, "ranks": ranks, "options": _options(option)}
     added = call(url, api_key, "POST", PATH, {key: value for key, value in body.items() if value not in (None, "")})
     show_text(added, as_json, f"{added['id']} added ({added['state']})")
 
@@ -83,13 +88,15 @@ def change(
     ] = None,
     priority: Priority = None,
     idle_s: Idle = None,
+    ranks: Ranks = None,
     option: Options = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     as_json: Json = False,
 ) -> None:
-    """Change aliases, priority, time to unload or worker's flags of a model."""
-    given = {"aliases": alias or None, "priority": priority, "idle_s": idle_s, "options": _options(option)}
+    """Change aliases, priority, time to unload, ranks or worker's flags of a model."""
+    given: dict[str, Any] = {"aliases": alias or None, "priority": priority, "idle_s": idle_s}
+    given |= {"ranks": ranks, "options": _options(option)}
     _change(name, {key: value for key, value in given.items() if value is not None}, "changed", url, api_key, as_json)
 
 

@@ -30,6 +30,7 @@ log = structlog.get_logger()
 GRACE_S = 15.0
 GRACE_STEPS = 15
 _reading: Counter[str] = Counter()  # connections of this process that read a resumable stream
+_resuming: Counter[str] = Counter()  # requests to resume one, while they wait for Redis
 lingering: set["asyncio.Task[None]"] = set()
 left_last: dict[str, "asyncio.Task[None]"] = {}  # of each stream not read here: the task that waits for a reader
 
@@ -46,14 +47,20 @@ async def remember(ring: Ring, plan: RequestPlan, tenant: str) -> None:
 
 async def take_over(ring: Ring, request_id: str) -> tuple[RequestPlan, list[list[TokenEvent]]]:
     """Route a stream's sequences to this process; its plan, and what each sequence has said, from its first token."""
-    stored = await ask(ring.redis, "HGETALL", keys.request(request_id))
-    if not stored:
-        raise unknown_stream(request_id)
-    plan = stored_plan(msgspec.json.decode(stored[b"plan"]))
-    model, seqs = plan.sequences.template.model, plan.sequences.ids
-    _linger(ring, plan, seqs)  # should this client leave before it reads
-    before = await route(ring, model, seqs)
-    history = [await read_tokens(ring.redis, model, seq, 0, before[seq]) for seq in seqs]
+    _resuming[request_id] += 1
+    try:
+        stored = await ask(ring.redis, "HGETALL", keys.request(request_id))
+        if not stored:
+            raise unknown_stream(request_id)
+        plan = stored_plan(msgspec.json.decode(stored[b"plan"]))
+        model, seqs = plan.sequences.template.model, plan.sequences.ids
+        _linger(ring, plan, seqs)  # should this client leave before it reads
+        before = await route(ring, model, seqs)
+        history = [await read_tokens(ring.redis, model, seq, 0, before[seq]) for seq in seqs]
+    finally:
+        _resuming[request_id] -= 1
+        if not _resuming[request_id]:
+            del _resuming[request_id]
     log.info("api.resumed", request=request_id, sequences=len(seqs), before=sorted(set(before.values())))
     return plan, history
 
@@ -117,6 +124,8 @@ async def time_of_grace() -> None:
 
 async def _cancel_unless_resumed(ring: Ring, plan: RequestPlan, unfinished: list[str]) -> None:
     await time_of_grace()
+    while plan.id in _resuming:
+        await time_of_grace()
     if left_last.get(plan.id) is not asyncio.current_task():
         return
     del left_last[plan.id]

@@ -10,9 +10,10 @@ from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from shared.errors import ParallmError
+from shared.errors import ContextLengthExceededError, ParallmError
 
 VERSION_HEADER = "anthropic-version"
+TOO_LONG = "prompt is too long"  # by which clients know that they have to shorten the conversation
 _OVERLOADED = 529  # their status where OpenAI's and ours is 503
 _TYPES = {
     401: "authentication_error",
@@ -58,7 +59,9 @@ def anthropic_error(error: ParallmError, request_id: str) -> bytes:
     """JSON of the object. It has no place for the field to blame, so the message names it."""
     kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     message = error.message
-    if error.param and error.param not in message:
+    if error.code == ContextLengthExceededError.code:
+        message = message if message.startswith(TOO_LONG) else f"{TOO_LONG}: {message}"  # of a worker's memory
+    elif error.param and error.param not in message:
         message = f"{error.param}: {message}"
     detail = {"type": kind, "message": message.encode(errors="replace").decode()}
     return msgspec.json.encode({"type": "error", "error": detail, "request_id": request_id or None})

@@ -21,7 +21,7 @@ from api.ollama.body import NAMES, ChatRequest, GenerateRequest
 from api.ollama.lines import Kind, LineWriter, loaded, to_line
 from api.ollama.turns import turn_starts
 from api.openai.bodies import ChatCompletionRequest, CompletionRequest
-from api.openai.chat import prepare_seen, unused_hints, with_unused
+from api.openai.chat import images_places, prepare_seen, unused_hints, with_unused
 from api.openai.completions import prepare as prepare_completion
 from api.openai.fitting import fewest_left_out
 from api.openai.replies import stream_failure, written
@@ -103,12 +103,15 @@ async def _lines(generation: Generation, writer: LineWriter) -> AsyncGenerator[b
 async def _plan_chat(body: ChatRequest, target: Target, *, long: bool) -> Planned:
     """A chat's plan; with `truncate` without as few of its oldest turns as it takes to fit the context."""
     ring, card, codec = target.ring, target.served.card, target.served.codec
-    most = min(ring.settings.max_prompt_tokens or card.context_length, card.context_length - 1)
+    places = [
+        f"messages[{at}].images[{n}]" for at, each in enumerate(body.messages) for n in range(len(each.images or ()))
+    ]
+    most = min(ring.settings.max_prompt_tokens or card.context_length, ring.longest(card) - 1)
 
     async def look(skipped: int) -> tuple[bool, tuple[ChatCompletionRequest, PreparedRequest]]:
         make = partial(body.chat, codec.bundle.chat_template, skipped)
         chat = await aside(make) if long else make()
-        prepared = await prepare_seen(ring, card, codec, chat)
+        prepared = await prepare_seen(ring, card, codec, chat, places=images_places(chat.messages, places))
         return len(prepared.prompts[0]) <= most, (chat, prepared)
 
     last = len(turn_starts(body.messages)) - 1 if body.truncate is not False else 0

@@ -137,6 +137,12 @@ def named_images(messages: Sequence[ChatMessage]) -> Iterator[NamedImage]:
                 yield NamedImage(where, part.image_url.url, None, part.detail)
 
 
+def images_places(messages: Sequence[ChatMessage], given: Sequence[str]) -> dict[str, str]:
+    """Where the client has put the images of a chat, by their place in it. `given`: all places, in order; of those that
+    a chat without its oldest turns lacks, too."""
+    return dict(zip(reversed([image.where for image in named_images(messages)]), reversed(given), strict=False))
+
+
 def _hints(body: ChatCompletionRequest, codec: TextCodec) -> dict[str, Any]:
     """Parameters that only a template can follow: how much to reason, and how much to say. Kimi K3 has its own name."""
     effort = "thinking_effort" if "thinking_effort" in codec.bundle.chat_template else "reasoning_effort"

@@ -216,14 +216,6 @@ async def _adapter(ring: Ring, reference: str) -> Model | None:
     return None
 
 
-def _longest(ring: Ring, card: ModelCard) -> int:
-    """Tokens of the longest conversation: of the model's context what the KV memory of one worker holds."""
-    memory = max((worker.kv_limit_bytes for worker in ring.serving(card.name)), default=0)
-    if not memory or not card.kv_bytes_per_token or card.kv_window:
-        return card.context_length
-    return min(card.context_length, memory // card.kv_bytes_per_token)
-
-
 async def described(ring: Ring, entry: CatalogueEntry) -> Model:
     """A model of the catalogue."""
     if (live := await ring.live_card(entry.name)) is not None:
@@ -270,7 +262,7 @@ def _described(ring: Ring, card: ModelCard) -> Model:
         created=card.created,
         root=card.name,
         max_model_len=card.context_length,
-        context_length=_longest(ring, card),
+        context_length=ring.longest(card),
         sees=card.vision is not None,
         catalogue=None if entry is None else _facts(ring.models, entry),
     )
@@ -283,7 +275,7 @@ def _described_adapter(ring: Ring, reference: str, manifest: AdapterManifest, ca
         root=manifest.id,
         parent=card.name,
         max_model_len=card.context_length,
-        context_length=_longest(ring, card),
+        context_length=ring.longest(card),
         version=manifest.version,
         sees=card.vision is not None,
     )

@@ -24,7 +24,7 @@ from shared.text.languages.language import language_of
 from shared.text.languages.tool_form import Signature
 from shared.text.languages.tool_forms import form_of
 
-MAX_TOOLS = 128
+MAX_TOOLS = 512  # agents with many MCP servers send some hundreds
 
 
 class FunctionDefinition(HistoryModel):

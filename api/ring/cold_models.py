@@ -16,7 +16,6 @@ ModelState = HeldState | Literal["loadable", "unavailable"]
 _NEAREST: tuple[HeldState, ...] = ("ready", "loading", "downloading", "unloading")  # to an answer
 _COMES = ("ready", "loading", "downloading")
 REFUSED_RETRY_S = 30
-EMPTY = RingModels(0, {}, (), (), {}, {})
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ from api.checks.grammars import GrammarChecker
 from api.checks.image_fetch import ImageFetch
 from api.checks.image_intake import ImageIntake
 from api.load import ProcessLoad
-from api.ring.cold_models import EMPTY, Obstacle, obstacle, waiting_for
+from api.ring.cold_models import Obstacle, obstacle, waiting_for
 from api.ring.first_tokens import FirstTokens, Forecast
 from api.ring.ordered_scores import OrderedScores
 from api.ring.split_choices import SplitChoices
 from api.ring.spreading import Crowd, Sent
-from shared.catalogue import RingModels
+from shared.catalogue import EMPTY, RingModels
 from shared.errors import InvalidRequestError, PausedError, ServiceUnavailableError, UnknownModelError
 from shared.process.api_settings import ApiSettings
 from shared.process.other_rings import HOME, named_urls
@@ -313,6 +313,13 @@ class Ring:
     def serving(self, model: str) -> list[WorkerStatus]:
         """A model's workers that will take what is enqueued, as of the last look."""
         return [worker for worker in self._workers.get(model, ()) if worker.state in SERVING]
+
+    def longest(self, card: ModelCard) -> int:
+        """Tokens of the longest conversation: of the model's context what the KV memory of one worker holds."""
+        memory = max((worker.kv_limit_bytes for worker in self.serving(card.name)), default=0)
+        if not memory or not card.kv_bytes_per_token or card.kv_window:
+            return card.context_length
+        return min(card.context_length, memory // card.kv_bytes_per_token)
 
     def forecast(self, model: str, kind: SequenceClass) -> Forecast | None:
         """When first tokens of the class come, as of the last look; None: not measured, or not asked for."""

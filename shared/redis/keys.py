@@ -27,6 +27,7 @@ CHILD_TROUBLES_TTL_S = 30  # told again while they last
 COURT_TTL_S = 3_600  # of sequences that wait to be checked
 VERDICTS_TTL_S = DAY_S  # from the last check
 API_TTL_S = 60  # of an api's heartbeat and frame stream
+API_LEFT_S = 15  # of the heartbeat of an api that has stopped: its streams wait for their clients
 JOB_TTL_S = 7 * DAY_S  # from its last change
 FILE_UPLOAD_TTL_S = 3_600  # of bytes without a description: a torn upload
 FILES_TTL_S = 30 * DAY_S  # the longest that a file may live

@@ -129,6 +129,9 @@ def test_an_image_of_a_tools_result_is_seen_in_every_protocol(client: OpenAI, se
         {"role": "assistant", "content": "I look.", "tool_calls": calls},
         {"role": "tool", "content": "a.png", "images": [url], "tool_name": "look"},
     ]
+    turn = {**spoken[2], "images": [url, "AAAA"]}
+    wrong = post("/api/chat", messages=[*spoken[:2], turn], stream=False)
+    assert wrong.json()["error"].startswith("messages[2].images[1]: "), "where the client has put it"
     line = post("/api/chat", messages=spoken, stream=False, options={"num_predict": 6, "temperature": 0})
     for each in (message, response, line):
         assert each.status_code == 200, each.text

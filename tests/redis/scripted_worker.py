@@ -69,6 +69,7 @@ class ScriptedWorker:
     cancelled: list[str] = field(default_factory=list)
     routes: dict[str, str] = field(default_factory=dict)
     paused: bool = False
+    kv_limit_bytes: int = 2**40
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -81,7 +82,7 @@ class ScriptedWorker:
         registry = WorkerRegistry(self.redis)
         await registry.register_model(self.card, self.tokenizer)
         await registry.heartbeat(
-            WorkerStatus(self.id, self.card.name, "host", 1, "ready", 0, 8, 0, 0, 2**40, 0.0, 0, 1, 2**40)
+            WorkerStatus(self.id, self.card.name, "host", 1, "ready", 0, 8, 0, 0, self.kv_limit_bytes, 0.0, 0, 1, 2**40)
         )
 
     async def run(self) -> None:

@@ -18,6 +18,7 @@ from shared.trajectories import Trajectory
 from tests.redis.api_servers import Api
 from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker
 from tests.unit.api_texts import codec, ids
+from tests.waiting import wait_until
 
 LOGPROBS = ["message.output_text.logprobs"]
 
@@ -102,6 +103,22 @@ async def test_truncation_drops_the_oldest_turns_and_no_more_of_them(
         assert f"question {count - kept:02d}" in prompt
     whole = await server.post("/v1/responses", body)
     assert whole.status_code == (200 if kept == count else 400)
+
+
+async def test_truncation_knows_how_much_the_memory_of_a_worker_holds(server: Api, worker: ScriptedWorker) -> None:
+    worker.kv_limit_bytes = 90 * CARD.kv_bytes_per_token
+    await worker.join()
+
+    async def seen() -> bool:
+        (model,) = (await server.http.get("/v1/models")).json()["data"]
+        return bool(model["context_length"] == 90)
+
+    await wait_until(seen)
+    await respond(server, input=turns(9), instructions="be kind", max_output_tokens=20, truncation="auto")
+    prompt = codec().decode(worker.specs[-1].prompt_ids)
+    assert prompt.count("question") == (90 - 20 - len("system: be kind\nuser: last\n")) // len(
+        "user: question 00\nassistant: answer 00\n"
+    )
 
 
 async def test_an_input_whose_last_turn_does_not_fit_is_refused(server: Api) -> None:

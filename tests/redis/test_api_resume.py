@@ -2,10 +2,13 @@
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
 from api.generation import resume as api_resume
+from shared.redis import keys
+from shared.redis.connection.client import ask, connect
 from shared.sequences import SequenceSpec
 from tests.redis.api_servers import Events, api
 from tests.redis.scripted_worker import MODEL, Answer, working
@@ -113,6 +116,58 @@ async def test_while_its_process_is_frozen_no_client_is_late(monkeypatch: pytest
         await asyncio.sleep(0)
     assert not waiting.done(), "who knocked meanwhile is heard first"
     await waiting
+
+
+async def test_a_client_whose_resumption_waits_for_redis_is_not_late(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived, go, passed = asyncio.Event(), asyncio.Event(), 0
+
+    async def slow_ask(*command: Any) -> Any:
+        arrived.set()
+        await go.wait()
+        return await ask(*command)
+
+    async def grace() -> None:
+        nonlocal passed
+        await arrived.wait()
+        passed += 1
+        if passed > 3:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(api_resume, "ask", slow_ask)
+    monkeypatch.setattr(api_resume, "time_of_grace", grace)
+    async with working(redis_url, held) as worker, api(redis_url) as server:
+        async with server.stream("/v1/completions", BODY) as begun:
+            await read(begun, 3)
+
+        async def resume() -> Events:
+            async with server.resume(begun.chunks[0]["id"], begun.last_event_id) as resumed:
+                await read(resumed, 1)
+                worker.go.set()
+                await resumed.all()
+            return resumed
+
+        resuming = asyncio.create_task(resume())
+        await wait_until(lambda: passed > 3 or bool(worker.cancelled))
+        go.set()
+        assert text_of(begun, await resuming) == TEXT
+        assert worker.cancelled == []
+
+
+async def test_streams_of_a_process_that_stops_wait_for_their_clients(redis_url: str) -> None:
+    async with working(redis_url, held) as worker:
+        async with api(redis_url) as first, first.stream("/v1/completions", BODY) as begun:
+            await read(begun, 7)
+        redis = connect(redis_url)
+        assert await redis.exists(keys.api(first.ring.api_id)), "else workers cancel what it had (end_orphans)"
+        await redis.aclose()
+        async with api(redis_url) as second, second.resume(begun.chunks[0]["id"], begun.last_event_id) as resumed:
+            await read(resumed, 1)
+            worker.go.set()
+            await resumed.all()
+    assert text_of(begun, resumed) == TEXT and worker.cancelled == []
 
 
 async def test_the_time_of_grace_begins_with_the_last_client_that_leaves(

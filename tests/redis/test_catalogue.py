@@ -105,6 +105,9 @@ async def test_a_host_adds_figures_and_changes_nothing_that_an_operator_has_set(
     )
     await store.put(msgspec.structs.replace(BIG, source="models/another"))
     assert (await store.read()).entries["big"].size_bytes == 0, "figures of other files"
+    await store.remove("big")
+    await store.offer(found, adds=False)
+    assert not (await store.read()).entries, "it was removed while its files were looked at"
 
 
 async def test_a_host_hears_that_redis_has_lost_the_catalogue(redis: Redis, store: CatalogueStore) -> None:

@@ -179,14 +179,17 @@ async def test_a_load_ends_when_its_model_is_unloaded_or_removed(redis: Redis, r
         assert not any(lives(each[2]) for each in starts(a))
 
 
-async def test_a_worker_that_dies_is_replaced_unless_it_has_lived_shortly(
+async def test_a_worker_that_dies_is_replaced_unless_two_in_a_row_have_lived_shortly(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = model(tmp_path, "a")
     async with hosting(redis, redis_url, a, model(tmp_path, "b")) as ring:
         await wait_until(ring.becomes(a="ready"))
         (a / "serves").write_text("dies later")
+        await wait_until(ring.becomes())
+        await ring.ask("a")
         await wait_until(ring.becomes(a="failed"))
+        assert len(starts(a)) == 2, "what waits has it loaded once more"
         assert "exit code 9" in (await ring.held())["a"].why
     monkeypatch.setattr(process, "STEADY_S", 0.0)
     (a / "serves").write_text("ready")
@@ -194,7 +197,7 @@ async def test_a_worker_that_dies_is_replaced_unless_it_has_lived_shortly(
         await wait_until(ring.becomes(a="ready"))
         await ring.ask("a")
         os.kill(int(starts(a)[-1][2]), 9)
-        await wait_until(lambda: len(starts(a)) == 3)
+        await wait_until(lambda: len(starts(a)) == 4)
         await wait_until(ring.becomes(a="ready"))
 
 

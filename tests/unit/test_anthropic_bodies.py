@@ -9,9 +9,10 @@ from pydantic import ValidationError
 from api.anthropic.blocks import BlockWriter
 from api.anthropic.body import CountRequest, MessagesRequest
 from api.anthropic.turns import ChatWriter, places_of_images, without_telemetry
+from api.http.anthropic_errors import anthropic_error
 from api.http.errors import from_validation
 from api.openai.tools import served, unserved
-from shared.errors import InvalidRequestError
+from shared.errors import ContextLengthExceededError, InvalidRequestError
 from shared.text.languages.pieces import CallPart, ReplyPiece
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -338,6 +339,33 @@ def test_documents_are_text_and_one_that_a_tool_has_brought_is_named_where_it_is
     said, _, brought, last = asked.chat("").model_dump()["messages"]
     assert said["content"] == "notes\na" and brought["content"] == f"b\nc\n{words}" and last["content"] == words
     assert asked.unused("", bounded=False) == ["messages.document"]
+
+
+def test_a_passage_of_a_client_s_own_search_is_text_wherever_it_stands() -> None:
+    found = {"type": "search_result", "source": "https://a.b", "title": "T", "content": text("b", "c")}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [found, *text("d")]}
+    turns = [[found, *text("q")], [USE], [result]]
+    asked = request(
+        messages=[{"role": ("user", "assistant")[at % 2], "content": each} for at, each in enumerate(turns)]
+    )
+    said, _, brought = asked.chat("").model_dump()["messages"]
+    assert said["content"] == "T\nhttps://a.b\nb\nc\nq" and brought["content"] == "T\nhttps://a.b\nb\nc\nd"
+    assert asked.unused("", bounded=False) == []
+    with pytest.raises(ValidationError, match="search_result"):
+        request(messages=[*HELLO, {"role": "assistant", "content": [found]}])
+
+
+def test_clients_know_by_its_words_that_a_worker_s_memory_holds_no_such_conversation() -> None:
+    for message in ("9 tokens need 90 bytes of KV; this worker has 50", "prompt is too long: 9 tokens > 8 maximum"):
+        told = json.loads(anthropic_error(ContextLengthExceededError(message, param="messages"), "r"))["error"]
+        assert told["message"].startswith("prompt is too long: 9 tokens")
+
+
+def test_an_agent_may_bring_the_tools_of_many_servers() -> None:
+    tools = [{"name": f"mcp__server_{at}__do", "input_schema": {"type": "object"}} for at in range(513)]
+    assert len(served(request(tools=tools[:512]).chat("").tools)) == 512
+    with pytest.raises(ValidationError, match="at most 512"):
+        request(tools=tools)
 
 
 def test_what_other_servers_tools_did_and_edits_of_the_context_are_left_out_and_named() -> None:

@@ -178,7 +178,7 @@ def test_what_cannot_be_done_is_taken_and_named(body: dict[str, Any], named: lis
     [
         ({"tools": [{**AGENTS, "tools": [SEARCH]}]}, "tools[0].tools[0].type"),
         ({"tools": [{**CLOSE, "allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),
-        ({"tools": [{**AGENTS, "tools": [CLOSE] * 100}, {**AGENTS, "tools": [CLOSE] * 100}]}, "tools"),
+        ({"tools": [{**AGENTS, "tools": [CLOSE] * 300}, {**AGENTS, "tools": [CLOSE] * 300}]}, "tools"),
         ({"tools": [SEARCH], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"input": [{"type": "compaction_trigger"}]}, "input[0].type"),
         ({"input": [{"type": "item_reference"}]}, "input[0].id"),
@@ -258,3 +258,9 @@ def test_a_custom_call_that_comes_piece_by_piece_is_told_of_when_it_is_whole() -
     assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "apply_patch", PATCH)
     assert (close["type"], close["namespace"], close["name"]) == ("function_call", "agents_v1", "close_agent")
     assert patch["call_id"] != close["call_id"]
+
+
+def test_an_output_or_an_answer_without_content_is_an_empty_one() -> None:
+    output = {"type": "function_call_output", "call_id": "c", "output": None}
+    shown = messages({**CALL, "name": "f", "arguments": "{}"}, output, {"role": "assistant", "content": None})
+    assert [each["content"] for each in shown] == ["", "", ""]

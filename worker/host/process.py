@@ -13,13 +13,20 @@ import os
 import socket
 import time
 import uuid
-from dataclasses import dataclass
 
 import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from shared.catalogue import DRAFT, CatalogueEntry, HeldModel, HeldState, HostStatus, ModelOrder, PastModel, RingModels
+from shared.catalogue import (
+    DRAFT,
+    EMPTY,
+    CatalogueEntry,
+    HostStatus,
+    ModelOrder,
+    PastModel,
+    RingModels,
+)
 from shared.errors import ConflictError, InvalidRequestError, SetupError
 from shared.process.loops import begin, cancel, until_taken
 from shared.process.model_aliases import short_name
@@ -28,6 +35,7 @@ from shared.redis import keys
 from shared.redis.connection.client import connect
 from shared.redis.processes.catalogue import CatalogueStore
 from shared.redis.processes.worker_registry import WorkerRegistry
+from worker.host.held import Held
 from worker.host.memory import limit_of, machine_room
 from worker.host.offers import Offers
 from worker.host.placement import LOADING, Load, PlacementRules, Unload, decide
@@ -43,64 +51,9 @@ REST = 4.0  # times what a look takes, before the next one
 SPARE_AFTER_S = 0.5  # of the last load: its first token needs the processor
 BEAT_S = 1.0
 REGISTER_EVERY_S = 3600.0  # cards and tokenizers, which Redis keeps for a week
-STEADY_S = 60.0  # a worker that ends of itself sooner than that after it was ready is not started again at once
+STEADY_S = 60.0  # a worker that ends of itself sooner than that after it was ready has died early
 LOOKS = 3  # at the files of a model, by processes that end amid them
 PATIENCE_S = 10.0  # beyond a worker's grace, until it is killed
-
-
-@dataclass
-class Held:
-    """A model of this host, from the lease of its load until its memory is free."""
-
-    name: str
-    need_bytes: int
-    sha256: str = ""  # that the catalogue asks for
-    expected_s: float = 0.0  # of its load, as the last one took; 0: not known
-    state: HeldState = "loading"
-    since_ms: int = 0
-    progress: float = 0.0
-    load_s: float = 0.0
-    used_ms: int = 0
-    why: str = ""
-    worker: str = ""  # id
-    child: WorkerChild | None = None
-    steps: int = -1  # of the engine, at the last look
-    orders: frozenset[str] = frozenset()  # ids of those that were there when its load began
-    starting: "asyncio.Task[str] | None" = None  # its load
-    is_given_up: bool = False  # its load is
-    task: "asyncio.Task[None] | None" = None  # its life
-
-    def become(self, state: HeldState, why: str = "") -> None:
-        self.state, self.since_ms, self.progress, self.why = state, now_ms(), 0.0, why
-
-    def give_up(self, why: str) -> None:
-        """End a download or load that is of no use any more."""
-        if self.state in LOADING and self.starting is not None and not self.is_given_up:
-            log.info("host.gives_up", model=self.name, why=why)
-            self.is_given_up = True
-            self.starting.cancel()
-
-    def advance(self, progress: float) -> None:
-        """Note how far its download or load is; the next heartbeat says so."""
-        self.progress = progress
-
-    @property
-    def status(self) -> HeldModel:
-        """The model as the next heartbeat reports it."""
-        progress = self.progress
-        if self.state == "loading" and self.expected_s:  # much of a load is not reading weights
-            progress = max(progress, min(0.95, (now_ms() - self.since_ms) / 1000 / self.expected_s))
-        return HeldModel(
-            self.name,
-            self.state,
-            min(1.0, progress),
-            self.since_ms,
-            self.need_bytes,
-            self.load_s,
-            self.worker,
-            self.used_ms,
-            self.why,
-        )
 
 
 class HostProcess:
@@ -113,8 +66,10 @@ class HostProcess:
         self._rules = PlacementRules(batch_turn_s=settings.batch_turn_s, idle_s=settings.model_idle_s)
         self._held: dict[str, Held] = {}
         self._past: dict[str, PastModel] = {}
+        self._died_early: set[str] = set()  # models whose worker did so last time: once more, and the load has failed
         self._weights = WeightExchange(settings, self.id, self._given_source)
         self._offers = Offers(settings, self._weights)
+        self._models = EMPTY  # at the last look
         self._spare: WorkerChild | None = None
         self._room_bytes = 0
         self._draining = False
@@ -150,6 +105,7 @@ class HostProcess:
                 "host",
                 beat=self._beat_forever,
                 look=self._look_forever,
+                describe=self._look_at_new,
                 listen=self._listen,
                 spare=self._tend_spare,
                 register=self._register,
@@ -174,15 +130,16 @@ class HostProcess:
 
     async def _join(self) -> None:
         for entry in self._offers.given:
-            await self._offer(entry)
+            await self._offer(entry, adds=True)
         await self._beat()
         models = await self._store.read()
         for first in self._offers.given[:1]:  # as a worker of one model has it from the start
             if not models.holding(first.name) and not any(order.model == first.name for order in models.orders):
                 await self._store.order("load", first.name)
 
-    async def _offer(self, entry: CatalogueEntry) -> None:
-        """Write a model that this host has, with what was found in its files, and its card and tokenizer."""
+    async def _offer(self, entry: CatalogueEntry, *, adds: bool = False) -> None:
+        """Write what was found in the files of a model that this host has, its card and its tokenizer; `adds`: also
+        where the catalogue has no such model."""
         described = self._offers.known(entry.name)
         if described is not None:
             entry = msgspec.structs.replace(
@@ -194,7 +151,7 @@ class HostProcess:
             )
             await self._registry.register_model(described.card, described.tokenizer)  # first: who finds it may ask it
         try:
-            await self._store.offer(entry)
+            await self._store.offer(entry, adds=adds)
         except (ConflictError, InvalidRequestError) as error:
             raise SetupError(f"--model {entry.source}: {error}") from error
 
@@ -204,8 +161,9 @@ class HostProcess:
             for looked in self._offers.looked:
                 await self._offer(looked.entry)
 
-    async def _describe(self, entries: list[CatalogueEntry]) -> None:
-        """Look at the files of models that are here; what the hub has is looked at when it is fetched."""
+    async def _describe(self, entries: list[CatalogueEntry], *, offers: bool = False) -> None:
+        """Look at the files of models that are here, and offer each to the ring; what the hub has is looked at when it
+        is fetched."""
         if not entries:
             return
         spare = await self._take_spare()
@@ -217,6 +175,8 @@ class HostProcess:
                         break
                     spare = await WorkerChild.start()  # that one was killed, or the model ends any
                 self._offers.note(entry, answer.described, answer.why)
+                if offers and answer.described is not None:
+                    await self._offer(entry)
         finally:
             await self._give_back(spare)
 
@@ -231,15 +191,18 @@ class HostProcess:
         else:
             await spare.kill()
 
-    async def _look_at_new(self, models: RingModels) -> None:
-        """Describe what the catalogue has got since the last look, or has otherwise than before."""
-        await self._offers.look([*models.entries.values(), *self._offers.given])
-        new = self._offers.new(models, self._held)
-        await self._describe(new)
-        for entry in new:
-            if self._offers.known(entry.name):
-                await self._offer(entry)
-        self._offers.forget_all_but(models.entries)
+    async def _look_at_new(self) -> None:
+        """Describe what the catalogue has got since the last look, or has otherwise than before.
+
+        On its own, since the hash of a large model takes as long as its disk needs, and others are to be loaded then.
+        """
+        while True:
+            models = self._models
+            if models.hosts:
+                await self._offers.look([*models.entries.values(), *self._offers.given])
+                await self._describe(self._offers.new(models, self._held), offers=True)
+                self._offers.forget_all_but(self._models.entries)
+            await asyncio.sleep(LOOK_S)
 
     def _given_source(self, ask: WeightsRequest) -> str:
         """Where the files of a model are that another host asks for; "" where they are not ours, or others."""
@@ -262,7 +225,7 @@ class HostProcess:
                 if is_whole and not self._draining:
                     await self._follow(models)
             if is_whole:
-                await self._look_at_new(models)
+                self._models = models
             await asyncio.sleep(min(LOOK_S, REST * (time.monotonic() - began)))  # however often we are called
 
     def _note_change(self) -> None:
@@ -383,19 +346,24 @@ class HostProcess:
             await self._end_load(held)
             return
         held.become("ready")
+        ready_ms = held.since_ms
         self._past[held.name] = PastModel(held.load_s)
         log.info("host.loaded", model=held.name, worker=held.worker, load_s=round(held.load_s, 2))
         await self._end_load(held)
         assert held.child is not None
         code = await held.child.ended()
         self._past[held.name] = PastModel(held.load_s, now_ms())
-        if held.state == "ready" and not self._draining:
-            why = f"its worker has ended with exit code {code}"
+        has_died = held.state == "ready" and not self._draining
+        if has_died:
             log.error("host.worker_died", model=held.name, exit_code=code)
-            if now_ms() - held.since_ms < 1000 * STEADY_S:
-                held.become("failed", why)
-                self._note_change()
-                return
+        if now_ms() - ready_ms >= 1000 * STEADY_S:
+            self._died_early.discard(held.name)
+        elif has_died and held.name in self._died_early:
+            held.become("failed", f"its worker has ended with exit code {code}")
+            self._note_change()
+            return
+        elif has_died:
+            self._died_early.add(held.name)
         self._held.pop(held.name, None)
         self._note_change()
 
@@ -532,7 +500,7 @@ class HostProcess:
             beat = await self._store.beat(self._status(models))
             if not beat.has_catalogue:
                 for looked in self._offers.looked:
-                    await self._offer(looked.entry)
+                    await self._offer(looked.entry, adds=True)
         for name in beat.lost:
             held = self._held.get(name)
             if held is not None:

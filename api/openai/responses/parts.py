@@ -80,6 +80,8 @@ Part = TextPart | ImagePart | FilePart
 
 
 def _parts(value: Any) -> Any:
+    if value is None:  # as in chats: agents send back an answer, or a result, that has none
+        return []
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 

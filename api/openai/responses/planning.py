@@ -9,7 +9,7 @@ from api.generation.plan import PreparedRequest, plan
 from api.generation.target import Target
 from api.http.errors import from_validation
 from api.openai.bodies import ChatCompletionRequest
-from api.openai.chat import named_images, prepare_seen, unused_hints
+from api.openai.chat import images_places, prepare_seen, unused_hints
 from api.openai.fitting import fewest_left_out
 from api.openai.responses.body import ResponseRequest
 from api.openai.responses.history import NO_HISTORY, ResponseHistory
@@ -96,13 +96,12 @@ async def _fitting(
     """The chat; with `truncation: auto` without as few of its oldest turns as it takes to fit the context."""
     card, codec = target.served.card, target.served.codec
     behind = body.max_output_tokens or min(ring.settings.default_max_tokens, card.context_length // 8)
-    most = min(ring.settings.max_prompt_tokens or card.context_length, card.context_length - behind)
+    most = min(ring.settings.max_prompt_tokens or card.context_length, ring.longest(card) - behind)
     places = [*places_of_images(body.input, len(history.items))]
 
     async def look(skipped: int) -> tuple[bool, tuple[ChatCompletionRequest, PreparedRequest]]:
         chat = await chat_body(body, skipped)
-        named = [image.where for image in named_images(chat.messages)]  # turns that are left out are the oldest
-        of_chat = dict(zip(reversed(named), reversed(places), strict=False))
+        of_chat = images_places(chat.messages, places)
         prepared = await prepare_seen(ring, card, codec, chat, history.ids, keep, of_chat)
         return len(prepared.prompts[0]) <= most, (chat, prepared)  # what does not fit is refused when it is planned
 

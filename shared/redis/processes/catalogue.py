@@ -71,10 +71,10 @@ class CatalogueStore:
         if not await self._put(entry, "" if new else "*"):
             raise ConflictError(f"model '{entry.name}' is in the catalogue already", param="name")
 
-    async def offer(self, entry: CatalogueEntry) -> None:
-        """Add a model that a host was given, unless it is there; the figures that the host has found are always
-        written. Errors as in `put`."""
-        await self._put(entry, "", _encode(entry))
+    async def offer(self, entry: CatalogueEntry, *, adds: bool = True) -> None:
+        """Write the figures that a host has found, and add the model unless it is there or is not to be added: somebody
+        may have removed it meanwhile. Errors as in `put`."""
+        await self._put(entry, "" if adds else "-", _encode(entry))
 
     async def change(self, name: str, edit: Callable[[CatalogueEntry], CatalogueEntry]) -> CatalogueEntry:
         """Replace an entry, by its name or an alias, with what `edit` makes of it; UnknownModelError for none.

@@ -66,13 +66,13 @@ class FrameReader:
         self._tasks += [asyncio.create_task(self._repair()), asyncio.create_task(self._beat())]
 
     async def stop(self) -> None:
-        """Unsubscribe and take back the heartbeat; the frame stream ends by its time to live."""
+        """Unsubscribe. The heartbeat is the last one: it stays while clients resume their streams elsewhere."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(RedisError, OSError):  # TimeoutError is an OSError
             async with asyncio.timeout(1):
-                await self.redis.delete(keys.api(self.api_id))
+                await self.redis.expire(keys.api(self.api_id), keys.API_LEFT_S)
         await self.redis.aclose()
 
     def open(

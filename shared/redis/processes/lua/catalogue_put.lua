@@ -3,7 +3,7 @@
 -- KEYS[1] entries   KEYS[2] aliases   KEYS[3] figures
 -- ARGV[1] ttl, seconds    ARGV[2] most entries
 -- ARGV[3] name            ARGV[4] entry, JSON
--- ARGV[5] '*' any, '' only where there is none, else only in the place of exactly this entry
+-- ARGV[5] '*' any, '' only where there is none, '-' never, else only in the place of exactly this entry
 -- ARGV[6] figures, JSON; '' leaves them as they are
 -- ARGV[7..] its aliases
 -- Returns {'ok'}, {'other'} (ARGV[5] does not hold), {'full'}, or {'taken', alias or name, name of the entry that has it}.
@@ -17,7 +17,6 @@ for i = 7, #ARGV do
   if holder and holder ~= name then return {'taken', ARGV[i], holder} end
   if redis.call('HEXISTS', KEYS[1], ARGV[i]) == 1 then return {'taken', ARGV[i], ARGV[i]} end
 end
-redis.call('HSET', KEYS[1], '', '') -- the catalogue is there, even without a model: `host_beat.lua`
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[3], name, ARGV[6]) end
 local may = ARGV[5] == '*' or (there or '') == ARGV[5]
 if may then
@@ -27,6 +26,7 @@ if may then
   end
   for i = 7, #ARGV do redis.call('HSET', KEYS[2], ARGV[i], name) end
   redis.call('HSET', KEYS[1], name, ARGV[4])
+  redis.call('HSET', KEYS[1], '', '') -- the catalogue is there, even without a model: `host_beat.lua`
 end
 for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, ARGV[1]) end
 return {may and 'ok' or 'other'}
