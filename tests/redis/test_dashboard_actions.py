@@ -15,10 +15,13 @@ from redis.asyncio import Redis
 from api.http.api_keys import line_of, new_key
 from api.ops.dashboard.samples import SHOWN
 from shared.frames import VersionSpan
+from shared.night import NightReport
 from shared.redis.adapters.store import AdapterStore
 from shared.redis.files.batch_store import BatchSpec, BatchStore, new_batch_id
 from shared.redis.files.file_store import FileStore
 from shared.redis.kept.answer_store import Verdict, answers_of
+from shared.redis.training.board import TrainingBoard
+from shared.training import TrainerStatus
 from shared.trajectories import LiveTrajectory, Trajectory
 from tests.e2e.rings import Process
 from tests.redis.adapter_versions import publish
@@ -27,6 +30,7 @@ from tests.redis.dashboard_pages import HOSTILE, SAME, Checked, dashboard, event
 from tests.redis.scripted_worker import MODEL
 from tests.unit.api_texts import ids
 from tests.waiting import HANG_S
+from trainer.night.morning import publish as publish_report
 
 
 @pytest.fixture
@@ -60,6 +64,25 @@ async def test_actions_do_what_they_say(server: Api, redis: Redis) -> None:
     assert unreadable.status_code == 409
     await server.http.post(f"/dashboard/deadletters/{letter}/drop", headers=htmx)
     assert (await server.http.get("/v1/deadletters")).json()["data"] == []
+
+
+async def test_after_the_first_night_too_there_is_a_way_back(server: Api, redis: Redis, tmp_path: Path) -> None:
+    """A night that began with the base: its promotion replaces the version that changes nothing."""
+    store = AdapterStore(redis)
+    await publish(store)
+    candidate = (await publish(store, seed=4, set_latest=False)).version
+    report = NightReport(policy="policy", run="night", began_ms=1, ended_ms=2, outcome="proposed", version=candidate)
+    await TrainingBoard(redis, "policy").write(TrainerStatus(policy="policy", run="night", owner="o"))
+    await publish_report(report, tmp_path, redis)
+    assert "rollback policy 1" in (tmp_path / "report.md").read_text()
+    promote, back = f"promote-policy-{candidate}", "rollback-policy-1"
+    page = (await server.http.get("/dashboard/nights")).text
+    assert promote in page and back not in page
+    await server.http.post("/dashboard/adapters/policy/promote", data={"version": str(candidate)}, headers=SAME)
+    page = (await server.http.get("/dashboard/nights")).text
+    assert promote not in page and back in page
+    await server.http.post("/dashboard/adapters/policy/rollback", data={"version": "1"}, headers=SAME)
+    assert promote in (await server.http.get("/dashboard/nights")).text
 
 
 async def test_a_batch_is_shown_cancelled_and_its_files_saved(server: Api, redis: Redis) -> None:
