@@ -149,7 +149,6 @@ async def test_a_killed_worker_costs_no_sample_and_doubles_none(two_workers: Rin
 
 async def test_a_cancelled_job_leaves_no_results_behind_though_its_workers_end_them_late(two_workers: Ring) -> None:
     """The runner waits a few seconds for frozen workers; one of them is dead when the other one looks again."""
-    pids = [worker.pid for worker in await asyncio.to_thread(two_workers.workers)]
     redis = connect(two_workers.redis_url)
     async with InferenceClient(two_workers.url) as client:
         submitted = await client.submit(*job(prompts=24, n=4, max_tokens=800))
@@ -158,13 +157,19 @@ async def test_a_cancelled_job_leaves_no_results_behind_though_its_workers_end_t
             return len(await running(two_workers)) == 2
 
         await wait_until(both_hold_rows)
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        assert await running(two_workers)
-        await client.cancel(submitted.id)
-        assert (await client.wait(submitted.id)).status == "cancelled"
-    os.kill(pids[0], signal.SIGKILL)
-    os.kill(pids[1], signal.SIGCONT)
+        holding = await running(two_workers)  # of a worker that was killed before there may still be a heartbeat
+        pids = [worker.pid for worker in await asyncio.to_thread(two_workers.workers) if worker.id in holding]
+        try:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            assert len(pids) == 2 and await running(two_workers)
+            await client.cancel(submitted.id)
+            assert (await client.wait(submitted.id)).status == "cancelled"
+            os.kill(pids[0], signal.SIGKILL)
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):  # the killed one
+                    os.kill(pid, signal.SIGCONT)
 
     async def none_runs() -> bool:
         return not (await running(two_workers))
