@@ -27,7 +27,7 @@ from shared.redis.tokens.log import read_tokens
 
 log = structlog.get_logger()
 
-GRACE_S = 15.0
+GRACE_S = float(keys.API_LEFT_S)  # likewise of the streams of an api that has stopped
 GRACE_STEPS = 15
 _reading: Counter[str] = Counter()  # connections of this process that read a resumable stream
 _resuming: Counter[str] = Counter()  # requests to resume one, while they wait for Redis

@@ -103,8 +103,9 @@ class Offers:
     def current(self, name: str) -> Described | None:
         """The model as it was described, unless its files have changed since."""
         looked = self._looked.get(name)
-        is_current = looked is not None and looked.files.changed_ns == self.files(name).changed_ns
-        return looked.described if looked is not None and is_current else None
+        if looked is None or looked.files.changed_ns != self.files(name).changed_ns:
+            return None
+        return looked.described
 
     @property
     def looked(self) -> list[Looked]:

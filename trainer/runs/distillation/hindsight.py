@@ -167,11 +167,12 @@ async def hindsight(
     written = _fitting(await _written(api, teacher, lessons, longest, seed, drafts), longest)
     standing = [each for each in written if each.as_it_stands]
     taught = [each for each in written if not each.as_it_stands]
-    again = _fitting(await _written(api, base, rehearsal if len(written) >= at_least else (), longest, seed), longest)
+    are_enough = len(written) >= at_least
+    again = _fitting(await _written(api, base, rehearsal if are_enough else (), longest, seed), longest)
     found.rows, found.rehearsed = len(written) + len(again), len(again)
     counts = msgspec.structs.asdict(found)
     log.info("hindsight.lessons", policy=policy, **counts)
-    if found.rows - found.rehearsed < at_least:
+    if not are_enough:
         said = ", ".join(f"{count} {name}" for name, count in counts.items() if name != "signals")
         raise NothingToLearnError(
             f"the sessions of {policy} at {api.url} hold fewer than {at_least} lessons ({said}): rewards come from "
