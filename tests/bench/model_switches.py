@@ -34,7 +34,6 @@ from shared.catalogue import HeldModel
 from shared.machine.memory import footprint
 from shared.redis.connection.client import connect
 from shared.redis.processes.catalogue import CatalogueStore
-from shared.redis.processes.worker_registry import WorkerRegistry
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.queue.sequence_queue import SequenceQueue
 from shared.redis.tokens.reader import FrameReader
@@ -172,47 +171,23 @@ async def switches(url: str, models: Sequence[Path], count: int, pause_s: float,
     print(f"memory of the host and its workers: {first:.0f} MB, after all switches {last:.0f} MB: {last / first:.3f}")
 
 
-@dataclass(frozen=True)
-class Gap:
-    """Time between two tokens of one row."""
-
-    whole_s: float
-    waited_s: float  # of it, for which the thread of its worker that waited longest for a processor did so; Linux only
-
-    @property
-    def own_s(self) -> float:
-        """What is left of it: no thread waited for longer, so at least this is not due to others' use of processors."""
-        return max(0.0, self.whole_s - self.waited_s)
-
-
-def waits(pid: int) -> dict[str, int]:
-    """Nanoseconds for which each thread of a process was ready to run and had no processor."""
-    found = {}
-    for each in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with suppress(OSError):  # it has ended
-            found[each.parent.name] = int(each.read_text().split()[1])
-    return found
-
-
-async def gaps(url: str, model: str, tokens: int, meanwhile: Callable[[], object]) -> list[Gap]:
-    """Between the tokens of one row; `meanwhile` is called when it has begun."""
+async def gaps(url: str, model: str, tokens: int, meanwhile: Callable[[], object]) -> list[float]:
+    """Seconds between the tokens of one row; `meanwhile` is called when it has begun."""
     redis, reader = connect(url), FrameReader(url, "watching")
     await reader.start()
-    (worker,) = await WorkerRegistry(redis).workers(model)
     name = f"watched-{time.time_ns()}"
     feed = reader.open(model, [name])
     spec = SequenceSpec(name, model, PROMPTS[0], SamplingParams(tokens, 0, ignore_eos=True), api="watching")
     await SequenceQueue(redis, model).enqueue([spec])
-    found, last, before = [], 0.0, dict[str, int]()
+    found, last = [], 0.0
     while not feed.done:
         events = await feed.next()
-        now, waited = time.perf_counter(), waits(worker.pid)
+        now = time.perf_counter()
         if last:
-            longest = max((ns - before.get(thread, ns) for thread, ns in waited.items()), default=0)
-            found.append(Gap(now - last, longest / 1e9))
+            found.append(now - last)
         elif events:
             meanwhile()
-        last, before = now, waited
+        last = now
     feed.close()
     await reader.stop()
     await redis.aclose()
@@ -220,8 +195,8 @@ async def gaps(url: str, model: str, tokens: int, meanwhile: Callable[[], object
 
 
 async def disturbance(url: str, models: Sequence[Path], tokens: int, pause_s: float, flags: Sequence[str]) -> None:
-    """Gaps of a running row: alone, while another model is loaded on its host, and while a process that has nothing to
-    do with the ring computes for as long."""
+    """Gaps of a running row: alone, while another model is loaded on its host, and while two processes from outside the
+    ring compute for as long, since a load reads in one thread and computes in another."""
     first, second = (model.name for model in models[:2])
     redis = connect(url)
     ring = Models(redis)
@@ -241,16 +216,16 @@ async def disturbance(url: str, models: Sequence[Path], tokens: int, pause_s: fl
             held = await ring.until_ready(second)
             await asyncio.sleep(pause_s)
             busy = f"import time\nend = time.time() + {held.load_s}\nwhile time.time() < end: pass"
-            control = await gaps(url, first, tokens, lambda: subprocess.Popen([sys.executable, "-c", busy]))
+            both = [sys.executable, "-c", busy]
+            control = await gaps(url, first, tokens, lambda: [subprocess.Popen(both) for _ in range(2)])
     await redis.aclose()
-    print(f"the load took {held.load_s:.2f} s, the watched row {sum(each.whole_s for each in beside):.2f} s")
+    print(f"the load took {held.load_s:.2f} s, the watched row {sum(beside):.2f} s")
     for what, found in (
         ("alone", alone),
         ("while another model is loaded", beside),
-        ("while another process computes as long", control),
+        ("while two other processes compute as long", control),
     ):
-        print(f"gaps between tokens {what}: {_shown([each.whole_s for each in found])}")
-        print(f"  less the longest wait of a thread for a processor: {_shown([each.own_s for each in found])}")
+        print(f"gaps between tokens {what}: {_shown(found)}")
 
 
 def _shown(found: Sequence[float]) -> str:

@@ -187,6 +187,7 @@ async def test_a_worker_that_dies_is_replaced_unless_two_in_a_row_have_lived_sho
         await wait_until(ring.becomes(a="ready"))
         (a / "serves").write_text("dies later")
         await wait_until(ring.becomes())
+        assert len(starts(a)) == 1, "nothing waits for it"
         await ring.ask("a")
         await wait_until(ring.becomes(a="failed"))
         assert len(starts(a)) == 2, "what waits has it loaded once more"
@@ -199,6 +200,20 @@ async def test_a_worker_that_dies_is_replaced_unless_two_in_a_row_have_lived_sho
         os.kill(int(starts(a)[-1][2]), 9)
         await wait_until(lambda: len(starts(a)) == 4)
         await wait_until(ring.becomes(a="ready"))
+
+
+async def test_an_order_is_carried_out_once_though_its_worker_dies_before_anybody_looks(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "LOOK_S", 3600.0)  # so it looks only where it is called, or has changed itself
+    a = model(tmp_path, "a", "dies later")
+    async with hosting(redis, redis_url, a, model(tmp_path, "b")) as ring:
+        await wait_until((a / "starts").exists)
+        await wait_until(lambda: _no_orders(ring))
+        await wait_until(ring.becomes())
+        await ring.ask("b")
+        await wait_until(ring.becomes(b="ready"))
+        assert len(starts(a)) == 1
 
 
 async def test_models_of_the_catalogue_are_offered_where_their_files_are(

@@ -1,11 +1,12 @@
 """A model in the hands of its host: what the host knows of it, and what it tells the ring."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
 
-from shared.catalogue import HeldModel, HeldState
+from shared.catalogue import HeldModel, HeldState, ModelOrder
 from worker.host.placement import LOADING
 from worker.host.workers import WorkerChild
 from worker.rows import now_ms
@@ -30,7 +31,7 @@ class Held:
     worker: str = ""  # id
     child: WorkerChild | None = None
     steps: int = -1  # of the engine, at the last look
-    orders: frozenset[str] = frozenset()  # ids of those that were there when its load began
+    orders: Sequence[ModelOrder] = ()  # that were there when its load began
     starting: "asyncio.Task[str] | None" = None  # its load
     is_given_up: bool = False  # its load is
     task: "asyncio.Task[None] | None" = None  # its life

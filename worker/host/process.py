@@ -48,7 +48,7 @@ log = structlog.get_logger()
 
 LOOK_S = 0.2  # between two looks at the demand where nobody calls for one
 REST = 4.0  # times what a look takes, before the next one
-SPARE_AFTER_S = 0.5  # of the last load: its first token needs the processor
+SPARE_AFTER_S = 3.0  # of the last load: its first token and its warm-up need the processor
 BEAT_S = 1.0
 REGISTER_EVERY_S = 3600.0  # cards and tokenizers, which Redis keeps for a week
 STEADY_S = 60.0  # a worker that ends of itself sooner than that after it was ready has died early
@@ -271,7 +271,7 @@ class HostProcess:
                 continue
             held = self._held.get(order.model)
             if order.kind == "load":
-                done = held is not None and held.state in ("ready", "failed") and order.id in held.orders
+                done = held is not None and held.state == "failed" and order in held.orders
                 done |= any(each.state == "ready" for host, each in models.holding(order.model) if not order.host)
                 done |= held is not None and held.state == "ready"
             else:
@@ -294,7 +294,7 @@ class HostProcess:
         expected = self._past.get(name, PastModel()).load_s
         need, now = needs.get(name, 0) or entry.size_bytes, now_ms()
         held = Held(name, need, entry.sha256, expected, since_ms=now, used_ms=now)
-        held.orders = frozenset(order.id for order in _orders(models, name, self.id))
+        held.orders = _orders(models, name, self.id)
         log.info("host.loads", model=name, why=action.why, unloads=list(action.evict))
         leaving = [self._unload(Unload(each, f"its memory is needed for {name}")) for each in action.evict]
         self._held[name] = held
@@ -435,11 +435,15 @@ class HostProcess:
         return {self._held[name].sha256 for name in held} | {each.card.base_sha256 for each in known if each}
 
     async def _end_load(self, held: Held) -> None:
-        """Give the lease back, after a heartbeat that shows what has become of the load."""
+        """Give the lease back, after a heartbeat that shows what has become of the load, and after its orders: the
+        worker may die before anybody looks."""
 
         async def done() -> None:
             await self._beat()
-            await self._store.end_load(held.name, self.id)
+            async with self._telling:
+                for order in () if held.is_given_up else held.orders:
+                    await self._store.fulfil(order)
+                await self._store.end_load(held.name, self.id)
 
         await until_taken("host", done)
 
