@@ -1,6 +1,7 @@
 """Models, and an engine that a test turns by hand in its own thread."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,14 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def model_of(llama: LoadedModel) -> Model:
     """Models of each kind of KV, by name."""
     return cache(lambda name: small(name, llama))
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """The garbage collector is off: what is freed, nothing refers to."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(params=["llama", "qwen3"])

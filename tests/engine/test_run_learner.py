@@ -1,5 +1,6 @@
 """A run's learner in the training service: what it is asked, and that another process goes on with it to the byte."""
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +56,15 @@ def test_a_train_step_in_a_service_is_that_of_a_learner_of_ones_own(llama: Loade
         own.accept()
         said(hired, "accept")
     assert own.state() == hired.state()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_dropped_learner_is_freed_at_once(llama: LoadedModel, policy: Policy) -> None:
+    learner = policy_learner(llama.model, MADE)
+    finished(learner.train(groups_of(policy, 0), 0, 0, PROBES))
+    left = weakref.ref(learner.policy)
+    del learner
+    assert left() is None
 
 
 @pytest.mark.parametrize("then", ["accept", "revert"])

@@ -1,6 +1,7 @@
 """A learner of the training service: losses against numpy, gradients by differences, AdamW, states, refusals."""
 
 import json
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -51,6 +52,16 @@ def data(loss: LossName, count: int = 5, seed: int = 0, targets: int = 0) -> tup
         return Datum(draw.integers(0, 200, length).astype("<i4").tobytes(), inputs)
 
     return tuple(datum() for _ in range(count))
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_dropped_learner_is_freed_at_once(llama: LoadedModel) -> None:
+    learning = learner(llama)
+    finished(learning.run(PassRequest(data("ppo"), "ppo")))
+    learning.step(StepRequest(learning_rate=0.01))
+    left = weakref.ref(learning)
+    del learning
+    assert left() is None
 
 
 def test_a_state_that_is_damaged_is_told_as_such(llama: LoadedModel) -> None:

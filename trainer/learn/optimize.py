@@ -95,7 +95,6 @@ class Optimizer:
             raise ValueError("this model shows no hidden states, so no value head can read them")
         self.scores = partial(policy.scores, chunk=chunk)
         self._padding = padding()
-        self._gradient = nn.value_and_grad(policy.model, self._loss)
         widths = [value.shape[-2 if name.endswith("lora_a") else -1] for name, value in policy.arrays().items()]
         self._size = MicrobatchSize(
             options.microbatch_tokens, options.microbatch_s, options.microbatch_bytes, BYTES_PER_WIDTH * sum(widths)
@@ -253,7 +252,8 @@ class Optimizer:
                 continue
             started, held = time.perf_counter(), mx.get_active_memory()
             mx.reset_peak_memory()
-            (loss, entropy, clipped, kl, value), part = self._gradient(self.policy.model, prepared, totals)
+            of_policy = nn.value_and_grad(self.policy.model, self._loss)  # not kept: it holds this optimizer
+            (loss, entropy, clipped, kl, value), part = of_policy(self.policy.model, prepared, totals)
             gradient = added(gradient, part)
             mx.eval(loss, entropy, clipped, kl, value, gradient)
             sums.loss += loss.item()

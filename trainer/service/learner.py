@@ -54,7 +54,6 @@ class ServiceLearner:
         self._microbatch_tokens = microbatch_tokens
         self._sight = sight
         self.chunk = head_chunk(self.policy.base)
-        self._gradient = nn.value_and_grad(self.policy.model, self._loss)
         self.waiting: Any = None  # gradients, as a tree like the trainable parameters
         self._spoiled = ""  # why a part of them is missing
         self._adam = AdamSteps(self.policy.model)
@@ -74,7 +73,8 @@ class ServiceLearner:
             shown = yield from self._shown(ids_BL, data, pictures)
             asked = (mx.array(ids_BL), inputs, seen, request.loss, request.constants, shown)
             if request.backward:
-                (value, logp, each), more = self._gradient(self.policy.model, *asked)
+                gradient = nn.value_and_grad(self.policy.model, self._loss)  # not kept: it holds this learner
+                (value, logp, each), more = gradient(self.policy.model, *asked)
                 gradients = added(gradients, more)
                 mx.eval(value, logp, each, gradients)
             else:
