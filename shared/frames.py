@@ -60,7 +60,7 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
         return f"{self.error_code or EngineError.code}: {self.error_message}" if self.reason == "error" else ""
 
 
-class TokenEvent(msgspec.Struct, array_like=True):
+class TokenEvent(msgspec.Struct, array_like=True, gc=False):  # slow readers leave many, and it is in no cycle
     """New tokens of one sequence: one decode step's, or several in a log chunk.
 
     `tokens` and `logprobs` have equal length, which is 0 in an event that carries only prompt logprobs or the

@@ -1,10 +1,9 @@
 """Overload on a real ring: goodput, first tokens, memory and recovery at a multiple of the sustainable rate.
 
-`python -m tests.bench.overload [--seconds 60] [--times 4] [--parts load slow many]`. Each part has a ring of its own:
+`python -m tests.bench.overload [--seconds 60] [--times 4] [--parts load many]`. Each part has a ring of its own:
 
 load   The best goodput (a closed loop that keeps the rows full), then `--times` as many requests a second for
        `--seconds`, arriving whatever happens; then how soon a lone request is as quick as before.
-slow   Streams beside readers of one byte a second, and the same streams without them.
 many   1,000 streams at once on one api process.
 
 The clients run on the same machine and cost CPU of their own, so ratios within one run are what counts.
@@ -15,7 +14,6 @@ import asyncio
 import contextlib
 import json
 import random
-import socket
 import statistics
 import tempfile
 import time
@@ -35,7 +33,6 @@ TOKENS = 64
 ROWS = 32
 QUEUE = 64
 BEST_S = 8.0  # of a closed loop
-SLOW_ROUNDS, SLOW_TOKENS, UNREAD_TOKENS = 3, 600, 1900
 
 
 @dataclass
@@ -71,21 +68,6 @@ async def request(url: str, tokens: int, seed: int = 0) -> Outcome:
         if writer is not None:
             writer.close()
     return outcome
-
-
-async def read_slowly(url: str, tokens: int, seed: int) -> None:
-    """A client that takes one byte a second, and whose side of the connection holds next to nothing."""
-    loop = asyncio.get_running_loop()
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        client.setblocking(False)
-        await loop.sock_connect(client, (urlsplit(url).hostname, urlsplit(url).port))
-        await loop.sock_sendall(client, message(url, tokens, seed))
-        with contextlib.suppress(OSError):
-            byte = b"x"
-            while byte:
-                byte = await loop.sock_recv(client, 1)
-                await asyncio.sleep(1)
 
 
 async def _read(reader: asyncio.StreamReader, outcome: Outcome, began: float) -> None:
@@ -201,41 +183,6 @@ async def load(served: Ring, seconds: float, times: float) -> None:
     print(f"memory in MB, start -> second quarter -> last quarter: {memory.shown()}")
 
 
-async def computed(served: Ring) -> None:
-    """Wait until no sequence is in a worker's hands."""
-    while True:
-        await asyncio.sleep(1)
-        models: Any = (await asyncio.to_thread(served.health))["models"]
-        if not any(
-            count for model in models.values() for field in ("waiting", "leased") for count in model[field].values()
-        ):
-            return
-
-
-async def slow(served: Ring, readers: int) -> None:
-    async def streams() -> tuple[float, list[float]]:
-        outcomes = await asyncio.gather(*(request(served.url, SLOW_TOKENS, seed=i) for i in range(8)))
-        return sum(each.tokens for each in outcomes), sorted(gap for each in outcomes for gap in each.gaps_s)
-
-    await streams()
-    rounds: dict[str, list[tuple[float, list[float]]]] = {"without": [], "with": []}
-    async with watched(served) as memory:
-        for _ in range(SLOW_ROUNDS):
-            rounds["without"].append(await streams())
-            lagging = [asyncio.create_task(read_slowly(served.url, UNREAD_TOKENS, seed=i)) for i in range(readers)]
-            await computed(served)  # what they have not read is all that is left of them
-            rounds["with"].append(await streams())
-            for task in lagging:
-                task.cancel()
-            await asyncio.gather(*lagging, return_exceptions=True)
-            await asyncio.sleep(1)
-    for name, results in rounds.items():
-        gaps = sorted(gap for _, some in results for gap in some)
-        print(f"8 streams {name} {readers} slow readers: gap p50 {at(gaps, 50) * 1000:.1f}, "
-              f"p99 {at(gaps, 99) * 1000:.1f} ms")  # fmt: skip
-    print(f"memory in MB, start -> second quarter -> last quarter: {memory.shown()}")
-
-
 async def many(served: Ring, streams: int) -> None:
     async with watched(served) as memory:
         began = time.perf_counter()
@@ -263,9 +210,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.overload", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--times", type=float, default=4)
-    parser.add_argument("--readers", type=int, default=50)
     parser.add_argument("--streams", type=int, default=1000)
-    parser.add_argument("--parts", nargs="+", choices=["load", "slow", "many"], default=["load", "slow", "many"])
+    parser.add_argument("--parts", nargs="+", choices=["load", "many"], default=["load", "many"])
     chosen: Any = parser.parse_args()
     raise_file_limit()
     for part in chosen.parts:
@@ -277,8 +223,6 @@ def main() -> None:
         ):
             if part == "load":
                 asyncio.run(load(served, chosen.seconds, chosen.times))
-            elif part == "slow":
-                asyncio.run(slow(served, chosen.readers))
             else:
                 asyncio.run(many(served, chosen.streams))
 

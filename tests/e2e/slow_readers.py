@@ -26,20 +26,28 @@ from tests.waiting import HANG_S, comes_true, wait_until
 
 SLOW_S = 5.0
 ASKED = {"model": MODEL, "prompt": "What is 3 + 4?", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+WIDE = {"stream": True, "logprobs": 20, "return_token_ids": True, "n": 2}  # many bytes a token
 
 
 class Reader:
-    """One connection whose receive buffer is small; `pace_s`: seconds between a few bytes, 0: it reads nothing."""
+    """One connection whose receive buffer is small; `pace_s`: seconds between a few bytes, 0: it reads nothing.
 
-    def __init__(self, url: str, body: dict[str, Any], pace_s: float, leaves: bool) -> None:
+    It goes after four times `patience_s`; one that reads nothing reads all after half of that.
+    """
+
+    def __init__(
+        self, url: str, body: dict[str, Any], pace_s: float, *, leaves: bool = False, patience_s: float = SLOW_S
+    ) -> None:
         self._place, self._body = urlsplit(url), json.dumps(body).encode()
-        self._pace_s, self._leaves = pace_s, leaves
+        self._pace_s, self._leaves, self._patience_s = pace_s, leaves, patience_s
         self.end = ""
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            # The segments of loopback are so large that the api's kernel would buffer megabytes.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)
             sock.setblocking(False)
             assert self._place.hostname is not None and self._place.port is not None
             await loop.sock_connect(sock, (self._place.hostname, self._place.port))
@@ -50,12 +58,12 @@ class Reader:
                 self.end = "left"
                 return
             if not self._pace_s:
-                await asyncio.sleep(2 * SLOW_S)
+                await asyncio.sleep(2 * self._patience_s)
             self.end = await self._read(loop, sock)
 
     async def _read(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> str:
         """Until the api closes: "cut" without the stream's end, else "ended"."""
-        read, until = b"", time.monotonic() + 4 * SLOW_S
+        read, until = b"", time.monotonic() + 4 * self._patience_s
         try:
             while data := await loop.sock_recv(sock, 64 if self._pace_s else 65_536):
                 read = (read + data)[-200:]
@@ -69,6 +77,10 @@ class Reader:
         return "cut"
 
 
+def api_of(served: Ring) -> psutil.Process:
+    return next(each for each in psutil.Process(served.server.popen.pid).children() if "api" in each.cmdline())
+
+
 def clients(api: psutil.Process, url: str) -> int:
     """Connections of clients; those to Redis stay in their pool."""
     return sum(each.laddr.port == urlsplit(url).port and bool(each.raddr) for each in api.net_connections())
@@ -76,13 +88,12 @@ def clients(api: psutil.Process, url: str) -> int:
 
 async def run(served: Ring, readers: int, tokens: int) -> list[str]:
     """What is wrong."""
-    api = next(each for each in psutil.Process(served.server.popen.pid).children() if "api" in each.cmdline())
-    wide = ASKED | {"max_tokens": tokens, "stream": True, "logprobs": 5, "return_token_ids": True, "n": 2}
+    api, wide = api_of(served), ASKED | WIDE | {"max_tokens": tokens}
     wrong: list[str] = []
     async with httpx.AsyncClient(base_url=served.openai_url, timeout=HANG_S) as http:
         said = (await http.post("/completions", json=ASKED)).raise_for_status().json()["choices"][0]["text"]
         before, files = api.memory_info().rss, api.num_fds()
-        made = [Reader(served.url, wide, (0.0, 1.0)[at % 3 == 1], at % 3 == 2) for at in range(readers)]
+        made = [Reader(served.url, wide, (0.0, 1.0)[at % 3 == 1], leaves=at % 3 == 2) for at in range(readers)]
         running = asyncio.gather(*(reader.run() for reader in made))
         most, took, refused = before, list[float](), Counter[int]()
         while not running.done():

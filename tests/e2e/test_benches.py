@@ -177,10 +177,7 @@ SMALLEST = {
     "kv_bits": Smallest("--rows 2 --context 16 --rounds 1", {**SHAPES, "STEPS": 2}),
     "learners": Smallest("--learners 2 --rows 1 --length 8 --rank 2 --passes 1 --rounds 1", SHAPES),
     "memory": Smallest("--requests 160"),
-    "overload": Smallest(
-        "--seconds 1 --readers 1 --streams 2",
-        {"BEST_S": 0.5, "SLOW_ROUNDS": 1, "SLOW_TOKENS": 8, "UNREAD_TOKENS": 8, "ROWS": 2, "TOKENS": 2},
-    ),
+    "overload": Smallest("--seconds 1 --streams 2", {"BEST_S": 0.5, "ROWS": 2, "TOKENS": 2}),
     "pipeline": Smallest("", {"SHAPE": FLAT, "ROWS": (2,), "PROMPT": 64, "PIECE": 32, "TOKENS": 8}, pipeline),
     "prefix": Smallest(
         "--rounds 1", {**SHAPES, "PREFIX": 200, "QUESTION": 4, "GROUP_PROMPT": 8, "GROUP": 2, "DIFFERENT": 2}
@@ -214,6 +211,7 @@ SMALLEST = {
     "replay": Smallest("--sequences 2 --tokens 4"),
     "model_switches": Smallest("--models 1 --switches 1 --pause-s 0 --tokens 0"),
     "nights": Smallest("--nights 1 --sessions 8 --steps 6 --rehearse 4 --measured-tasks 2 --suite-tasks 2"),
+    "slow_readers": Smallest("--readers 2 --tokens 200 --rounds 1", {"TOKENS": 64}),
     "start": Smallest("--starts 1 --warm-s 0"),
     "structured": Smallest("--rounds 1 --model models/tiny", {"ROWS": 2}),
     "traces": Smallest("--rounds 1 --requests 8 --streams 1", {"TOKENS": 4, "CALLS": 10, "sides": sides}),
@@ -226,7 +224,7 @@ SMALLEST = {
 RINGS = (
     "adapter_publish", "agent_turns", "cart_pole", "court", "forced_calls",
     "hosted_learners", "learning", "memory", "overload",
-    "replay", "served", "traces", "transfers",
+    "replay", "served", "slow_readers", "traces", "transfers",
 )  # fmt: skip
 
 
