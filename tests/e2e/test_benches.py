@@ -145,7 +145,7 @@ SMALLEST = {
         {"BATCHES": {"short": (8, 8)}, "BATCH_TOKENS": 60_000},
     ),
     "curricula": Smallest(
-        "--curricula reward --seeds 0 --tasks 4 --steps 2 --every 1 --prompts 2 --group 2 --options {}"
+        "--curricula reward --seeds 0 --tasks 4 --steps 2 --every 1 --prompts 8 --group 4 --options {}"
     ),
     "decode_steps": Smallest(
         "--layers 1 --rows 2 --prompt 4 --rounds 1 --steps 2 --dtype float32",
@@ -156,7 +156,7 @@ SMALLEST = {
     "engine": Smallest("--rows 2 --rounds 1 --model models/tiny", {"TOKENS": 4, "PROMPT": 4}),
     "epochs": Smallest("--rows 2 --prompts 2 --samples 2 --tokens 2 --block-size 8 --rounds 1"),
     "federation": Smallest(
-        "--steps 1 --evaluate-every 1 --evaluated 2 --sync-every 1 --prompts 4 --group-size 2 --start 0.5"
+        "--steps 1 --evaluate-every 1 --evaluated 4 --sync-every 1 --prompts 8 --group-size 4 --start 0.5"
     ),
     "federation_steps": Smallest("--steps 1 --batch 2 --seeds 1 --sync-every 1"),
     "frames": Smallest("--rows 2 --seconds 0.05 --processes 1"),
