@@ -117,6 +117,8 @@ class HostProcess:
             self._changed.set()
             await self._end_all()
             await cancel(loops)
+            if self._spare is not None:
+                await self._spare.kill()
             await self._weights.close()
             with contextlib.suppress(RedisError, OSError):
                 async with asyncio.timeout(1):
@@ -470,8 +472,6 @@ class HostProcess:
 
     async def _end_all(self) -> None:
         """End all workers, each in order, at the same time."""
-        if self._spare is not None:
-            await self._spare.kill()
         there = list(self._held.values())  # each is taken out when its worker has ended
         lives = [held.task for held in there if held.task is not None]
         for held in there:
