@@ -10,7 +10,8 @@ Nothing here imports MLX or FastAPI, so every process can import all of it. Read
     signals.py       what shows how good a turn was, and the reward that it comes to
     night.py         what a night's run has learned from sessions, and proposes
     trajectories.py  what a rollout leaves behind
-    replay.py        verdicts on tokens that were computed again
+    replay.py        tokens that are computed again, and by how much they may differ
+    replay_report.py verdicts on them
     adapters.py      an adapter version
     splits.py        an adapter's requests over several versions: shares and the verdict
     heads.py         small networks on hidden states

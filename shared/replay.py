@@ -13,7 +13,6 @@ what is recorded: they are not judged.
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -28,46 +27,7 @@ BOUNDS = {
 BOUND_16_BIT = 0.05
 MOST_DIFFERENCES = 32  # of one sequence, after which no more of its tokens are judged
 
-Verdict = Literal["same", "tie", "wrong", "not judged"]
 Chances = npt.NDArray[np.float64]
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """A token that the replay did not confirm at once."""
-
-    position: int
-    verdict: Verdict
-    token: int  # recorded
-    replayed: int
-    probability: float  # of the recorded token, as recorded
-    replayed_probability: float  # of the recorded token, in the replay
-    gap: float  # by so much probabilities would have to move for the recorded token to be drawn
-
-
-class ReplayReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Result of replaying one sequence."""
-
-    id: str
-    worker: str  # that wrote it
-    replayed_by: tuple[str, ...]
-    bound: float  # of probability
-    tokens: int
-    same: int
-    ties: int
-    wrong: int
-    not_judged: int
-    largest_gap: float  # of what was judged the same or a tie
-    differences: tuple[Difference, ...] = ()
-    note: str = ""  # why tokens were not judged
-
-    @property
-    def verdict(self) -> Verdict:
-        """The worst verdict of any of its tokens."""
-        if self.wrong:
-            return "wrong"
-        if self.ties:
-            return "tie"
-        return "same" if self.same or not self.tokens else "not judged"
 
 
 def bound_of(dtype: str) -> float:

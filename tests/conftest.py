@@ -79,7 +79,7 @@ LONGEST = frozenset(
 )
 
 
-SHARED = ("tests/e2e/served/", "tests/e2e/trained/")
+SHARED = ("tests/docs/served/", *(f"tests/e2e/{folder}/" for folder in ("calling", "keyed", "served", "trained")))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,7 +27,8 @@ from shared.redis.recordings import (
     standing_of,
     trusted_accusers,
 )
-from shared.replay import ReplayReport, bound_of
+from shared.replay import bound_of
+from shared.replay_report import ReplayReport
 from shared.sequences import ModelCard
 
 log = structlog.get_logger()

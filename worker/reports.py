@@ -9,7 +9,7 @@ from shared.process.worker_settings import WorkerSettings
 from shared.ranks import RankStatus
 from shared.redis.processes.worker_registry import WorkerState, WorkerStatus, weights_of
 from shared.redis.queue.sequence_queue import SequenceQueue
-from shared.replay import ReplayReport
+from shared.replay_report import ReplayReport
 from shared.sequences import Claim, ModelCard, SequenceResult
 from shared.telemetry import tracing
 from shared.telemetry.metrics import Counter, Histogram, Tally

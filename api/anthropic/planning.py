@@ -84,8 +84,7 @@ async def plan_message(
     Clients know a conversation that has become too long by the words of the error, and shorten it.
     """
     prepared = await prepare_message(ring, target.served.card, target.served.codec, body, chat, keep)
-    tokens, context = len(prepared.prompts[0]), target.served.card.context_length
-    most = min(ring.settings.max_prompt_tokens or context, context - 1)
+    tokens, most = len(prepared.prompts[0]), ring.longest_prompt(target.served.card)
     if tokens > most and body.truncate_prompt_tokens is None:
         raise ContextLengthExceededError(f"{TOO_LONG}: {tokens} tokens > {most} maximum")
     # A call of a named tool ends an answer as any other call does.

@@ -36,7 +36,7 @@ from api.cli.console import (
     show_text,
 )
 from api.cli.http import RequestFailedError
-from api.ops.ring_view import size
+from api.ops.sizes import size
 
 NOT_COMPLETED = 3
 ERRORS_SHOWN = 10

@@ -9,8 +9,6 @@ import typer
 from api.cli.console import Json, fail, out, print_json
 from api.doctor.finding import Finding, Status, note
 from api.doctor.machine import disk_check, machine_checks, mlx_device
-from api.doctor.model import model_checks
-from api.doctor.network import network_checks
 from api.doctor.tuning import invariance_check
 from api.doctor.tuning import tune as tuned
 from shared.machine.system import this_system
@@ -38,6 +36,9 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check this machine and recommend what to do. Exit code 1: something would prevent a ring from running."""
+    from api.doctor.model import model_checks  # loads settings and Redis' client, which few commands need
+    from api.doctor.network import network_checks
+
     if tune and not model:
         fail("--tune measures a model: give --model", 2)
     if batch_invariant and not model:

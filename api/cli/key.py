@@ -5,7 +5,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from api.http.api_keys import line_of, new_key
 from shared.errors import SetupError
 
 app = typer.Typer(no_args_is_help=True, help="Make API keys for a server's key file.")
@@ -23,6 +22,8 @@ def new(
     admin: Annotated[bool, typer.Option("--admin", help="may see and do everything on a server with tenants")] = False,
 ) -> None:
     """Print a new key (first line) and its line for --api-key-file (second line)."""
+    from api.http.api_keys import line_of, new_key  # loads a server's settings, which few commands need
+
     key = new_key()
     options = {
         "name": name,
@@ -43,6 +44,8 @@ def new(
 @app.command("hash")
 def hash_key() -> None:
     """Read a key from stdin and print its line for --api-key-file."""
+    from api.http.api_keys import line_of
+
     key = sys.stdin.buffer.readline().strip()
     if not key or not key.isascii():
         _fail("the first line of stdin must be a key of ASCII characters")

@@ -14,7 +14,6 @@ import typer
 from api.cli.agents import AGENTS, NO_KEY, CodingAgent, Served, Setup
 from api.cli.client import DEFAULT_URL, InferenceClient
 from api.cli.console import ApiKey, Model, Url, ask, err, fail, only_model
-from shared.process.settings import version
 
 LEAST_CONTEXT = 16_384  # the instructions of most agents alone have 5,000 to 20,000 tokens
 MOST_ANSWER = 32_768  # agents ask for so many at most
@@ -72,6 +71,8 @@ async def _served(client: InferenceClient, url: str, key: str, model: str, conte
     answer = answer or max(1, min(MOST_ANSWER, context // SHARE_OF_ANSWER))
     if answer >= context:
         fail(f"--max-output {answer} leaves no room for a prompt in a context of {context} tokens", 2)
+    from shared.process.settings import version  # loads a server's settings, which few commands need
+
     catalog = await client.call("GET", "/v1/models", dict[str, Any], client_version=version())
     shown = json.dumps({"models": catalog.get("models", [])}, indent=2) + "\n"
     return Served(url.rstrip("/").removesuffix("/v1"), key or NO_KEY, name, context, answer, shown)

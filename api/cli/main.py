@@ -51,7 +51,6 @@ from api.cli.console import (
     show_text,
 )
 from shared.jobs import TERMINAL, JobKind, JobStatus, RewardSpec
-from shared.process.settings import version
 
 JOB_NOT_SUCCEEDED = 3
 
@@ -76,6 +75,8 @@ app.add_typer(batches.files_app, name="files")
 
 def _version(asked: bool) -> None:
     if asked:
+        from shared.process.settings import version  # loads a server's settings, which few commands need
+
         print(version())
         raise typer.Exit
 

@@ -21,7 +21,6 @@ from api.cli.client import DEFAULT_URL, JobRequest
 from api.cli.console import LOOK_PATIENCE_S, ApiKey, Url, fail, segment
 from shared.errors import ParallmError
 from shared.jobs import RewardSpec
-from shared.process.settings import version
 
 MOST_PROMPTS = 1000  # of one job from here; more come as a file by `mlx_parallm submit`
 MOST_RESULTS = 100
@@ -44,6 +43,8 @@ def mcp(
         from mcp.server.mcpserver.exceptions import ToolError
     except ImportError:
         fail("the MCP server needs the package mcp: pip install 'mlx-parallm[mcp]'", 2)
+    from shared.process.settings import version  # loads a server's settings, which few commands need
+
     server = MCPServer("parallm", instructions=INSTRUCTIONS, version=version(), log_level="WARNING")
     for tool in RingTools(url, api_key).all:
         server.add_tool(_refusing(tool, ToolError))

@@ -8,7 +8,7 @@ import typer
 
 from api.cli.client import DEFAULT_URL
 from api.cli.console import ApiKey, Json, Url, ask, call, fail, out, print_json, print_rows, segment, show_text
-from api.ops.ring_view import size
+from api.ops.sizes import size
 
 app = typer.Typer(help="Models: those that requests may name, and the catalogue of those that hosts load on demand.")
 

@@ -106,7 +106,7 @@ async def _plan_chat(body: ChatRequest, target: Target, *, long: bool) -> Planne
     places = [
         f"messages[{at}].images[{n}]" for at, each in enumerate(body.messages) for n in range(len(each.images or ()))
     ]
-    most = min(ring.settings.max_prompt_tokens or card.context_length, ring.longest(card) - 1)
+    most = ring.longest_prompt(card)
 
     async def look(skipped: int) -> tuple[bool, tuple[ChatCompletionRequest, PreparedRequest]]:
         make = partial(body.chat, codec.bundle.chat_template, skipped)

@@ -13,16 +13,6 @@ from shared.sequences import SequenceClass
 from shared.training import TrainerStatus
 
 
-def size(count: float) -> str:
-    """A number of bytes in the unit that suits it."""
-    value = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
-
-
 class RingSample(msgspec.Struct, frozen=True, omit_defaults=True):
     """The ring at one moment."""
 

@@ -321,6 +321,10 @@ class Ring:
             return card.context_length
         return min(card.context_length, memory // card.kv_bytes_per_token)
 
+    def longest_prompt(self, card: ModelCard, behind: int = 1) -> int:
+        """Tokens of the longest prompt that is taken and leaves room for `behind` more."""
+        return min(self.settings.max_prompt_tokens or card.context_length, self.longest(card) - behind)
+
     def forecast(self, model: str, kind: SequenceClass) -> Forecast | None:
         """When first tokens of the class come, as of the last look; None: not measured, or not asked for."""
         if not self.settings.admit_by_time:

@@ -15,7 +15,8 @@ from api.ring.ring import Ring, TheRing
 from shared.errors import InvalidRequestError
 from shared.redis.queue.replayer import Replayer, replay_calls
 from shared.redis.recordings import Recording, find_recordings, unknown_recording
-from shared.replay import ReplayReport, bound_of
+from shared.replay import bound_of
+from shared.replay_report import ReplayReport
 
 router = APIRouter(tags=["training"], route_class=BodyRoute)
 

@@ -16,7 +16,7 @@ from shared.errors import UnknownRecordingError
 from shared.redis import keys
 from shared.redis.connection.client import Argument, ask, ask_all
 from shared.redis.stream import Stream, StreamEntry
-from shared.replay import ReplayReport
+from shared.replay_report import ReplayReport
 from shared.sequences import SequenceResult, SequenceSpec, decode_result, decode_spec, encode
 
 MOST_BYTES = 256 << 20  # of the recordings of one model

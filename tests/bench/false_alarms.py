@@ -29,7 +29,8 @@ from shared.frames import TokenEvent, VersionSpan
 from shared.redis.queue.replayer import Replayer
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.recordings import Recording
-from shared.replay import ReplayReport, bound_of
+from shared.replay import bound_of
+from shared.replay_report import ReplayReport
 from shared.sequences import Claim, SamplingParams, SequenceResult, SequenceSpec
 from tests.bench.replay import WAYS
 from worker.engine.engine import Engine

@@ -19,6 +19,10 @@ def blocks(text: str) -> list[str]:
     return re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
 
 
+# What starts the server of README and quickstart.
+[START] = [text for text in blocks((ROOT / "docs/quickstart.md").read_text()) if text.startswith("mlx_parallm_serve")]
+
+
 class Shell:
     """Runs a page's text in a folder that looks like a checkout."""
 
@@ -39,7 +43,7 @@ class Shell:
         }
 
     def text(self, command: str) -> str:
-        command = re.sub(r"--steps \d+", "--steps 2", command)
+        command = re.sub(r"--steps \d+", "--steps 1", command)
         return command.replace("8000", self.http).replace("36379", self.redis)
 
     def run(self, command: str) -> str:

@@ -1,6 +1,6 @@
 """Every command that the README, docs/, the Makefile and the benchmarks name is there and takes the flags named.
 
-What CI can afford is run for real elsewhere (tests/docs/test_readme.py, tests/e2e); here each program is asked for its
+What CI can afford is run for real elsewhere (tests/docs/served, tests/e2e); here each program is asked for its
 help, which imports all of it.
 """
 
@@ -94,6 +94,13 @@ def test_a_command_of_the_client_takes_the_flags_that_are_named(name: str) -> No
     told = CliRunner().invoke(api.cli.main.app, [*name.split(), "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert told.exit_code == 0, told.output
     assert COMMANDS[name] <= set(FLAG.findall(told.output))
+
+
+def test_a_command_of_the_client_loads_nothing_of_a_server() -> None:
+    heavy = "{'numpy', 'pydantic_settings', 'redis', 'tokenizers'}"
+    code = f"import sys, api.cli.main; print(sorted({heavy} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")

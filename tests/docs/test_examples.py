@@ -159,7 +159,7 @@ def test_two_agents_learn_over_one_base_and_ask_each_other(served: Ring, tmp_pat
 
 def test_the_readme_names_the_examples_and_each_is_run() -> None:
     assert "[examples/](examples/)" in (ROOT / "README.md").read_text()
-    pages = ROOT.glob("docs/how-to/*.md")  # whose first commands tests/docs/test_how_to.py runs
+    pages = ROOT.glob("docs/how-to/*.md")  # whose first commands tests/docs/served/test_how_to.py runs
     tested = (
         Path(__file__).read_text() + (ROOT / "tests/bench/learning.py").read_text()
     )  # which tests/e2e/test_benches.py runs

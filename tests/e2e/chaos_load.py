@@ -126,7 +126,7 @@ class Stream:
         self._judge()
 
     def _open(self, http: httpx.AsyncClient, request: dict[str, Any]) -> Any:
-        api = self.load.some_api()
+        api = self.load.some_api(but=self.api)
         self.api, url = api.name, api.url
         if not self.id:
             return http.stream("POST", f"{url}/v1/completions", json=request)
@@ -184,9 +184,9 @@ class Load:
         self.stopping = False
         self.open: set[Stream] = set()
 
-    def some_api(self) -> Member:
-        """A client cannot know which one is well."""
-        return self.rng.choice(self.ring.of("api"))
+    def some_api(self, but: str = "") -> Member:
+        """A client cannot know which one is well; it goes elsewhere where the last one has let it down."""
+        return self.rng.choice([api for api in self.ring.of("api") if api.name != but])
 
     def api_url(self) -> str:
         return self.some_api().url

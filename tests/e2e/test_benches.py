@@ -1,6 +1,7 @@
 """Every measurement of tests/bench in its smallest form: that it runs to its end, not what it measures.
 
 All share one ring. Ranks and simulators, which have processes of their own when something is measured, run in this one.
+Nothing is compiled here: on a CPU a compiler runs for a second for each kernel, and tests/engine compares what is.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import pytest
 
 import worker.process
@@ -149,11 +151,13 @@ SMALLEST = {
         "--layers 1 --rows 2 --prompt 4 --rounds 1 --steps 2 --dtype float32",
         {"FAMILIES": {"qwen3": lambda layers: {**TINY, **QWEN3, "num_hidden_layers": layers}}},
     ),
-    "disk": Smallest("--rounds 1 --kind dense", {**TALK, "STREAMS": 2, "PROMPTS": 2, "IDLE_S": 0.0}),
+    "disk": Smallest("--rounds 1 --kind dense", {**TALK, "STREAMS": 2, "PROMPTS": 2, "IDLE_S": 0.0, "QUIET": 2}),
     "draft_model": Smallest("--rows 2 --tokens 4 --context 8 --rounds 1", SHAPES),
     "engine": Smallest("--rows 2 --rounds 1 --model models/tiny", {"TOKENS": 4, "PROMPT": 4}),
     "epochs": Smallest("--rows 2 --prompts 2 --samples 2 --tokens 2 --block-size 8 --rounds 1"),
-    "federation": Smallest("--steps 1 --evaluate-every 1 --evaluated 4 --sync-every 1 --prompts 8 --group-size 4"),
+    "federation": Smallest(
+        "--steps 1 --evaluate-every 1 --evaluated 4 --sync-every 1 --prompts 8 --group-size 4 --start 0.5"
+    ),
     "federation_steps": Smallest("--steps 1 --batch 2 --seeds 1 --sync-every 1"),
     "frames": Smallest("--rows 2 --seconds 0.05 --processes 1"),
     "group": Smallest(
@@ -173,8 +177,8 @@ SMALLEST = {
     "images": Smallest(
         "--rows 2 --tokens 4 --rounds 1", {"SHAPES": {"small": SEEING}, "MANY": 4, "TEXTS": 2, "TEXT_TOKENS": 2}
     ),
-    "invariance": Smallest("--rows 2 --prompt 16 --tokens 4 --rounds 1", SHAPES),
-    "kv_bits": Smallest("--rows 2 --context 16 --rounds 1", {**SHAPES, "STEPS": 2}),
+    "invariance": Smallest("--rows 2 --prompt 16 --tokens 4 --rounds 1", {**SHAPES, "COMPANY": (1,)}),
+    "kv_bits": Smallest("--rows 2 --context 16 --rounds 1", {**SHAPES, "STEPS": 2, "COUNTED_AT": 64}),
     "learners": Smallest("--learners 2 --rows 1 --length 8 --rank 2 --passes 1 --rounds 1", SHAPES),
     "memory": Smallest("--requests 160"),
     "overload": Smallest("--seconds 1 --streams 2", {"BEST_S": 0.5, "ROWS": 2, "TOKENS": 2}),
@@ -210,7 +214,9 @@ SMALLEST = {
     "court": Smallest("--cost 0.001 --rounds 1 --burst 2 --tokens 4", {"PAUSE_S": 0.0}),
     "replay": Smallest("--sequences 2 --tokens 4"),
     "model_switches": Smallest("--models 1 --switches 1 --pause-s 0 --tokens 0"),
-    "nights": Smallest("--nights 1 --sessions 8 --steps 6 --rehearse 4 --measured-tasks 2 --suite-tasks 2"),
+    "nights": Smallest(
+        "--nights 1 --sessions 8 --steps 2 --prompts-per-step 4 --rehearse 4 --measured-tasks 2 --suite-tasks 2"
+    ),
     "slow_readers": Smallest("--readers 2 --tokens 200 --rounds 1", {"TOKENS": 64}),
     "start": Smallest("--starts 1 --warm-s 0"),
     "structured": Smallest("--rounds 1 --model models/tiny", {"ROWS": 2}),
@@ -223,7 +229,7 @@ SMALLEST = {
 
 RINGS = (
     "adapter_publish", "agent_turns", "cart_pole", "court", "forced_calls",
-    "hosted_learners", "learning", "memory", "overload",
+    "hosted_learners", "learning", "memory", "nights", "overload",
     "replay", "served", "slow_readers", "traces", "transfers",
 )  # fmt: skip
 
@@ -238,9 +244,17 @@ class Simulator(threading.Thread):
         super().__init__(target=target, args=own, daemon=daemon)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def uncompiled() -> Iterator[None]:
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
-    with ring(tmp_path_factory.mktemp("ring"), "--learners", "1", "--record-ttl-s", "60") as started:
+    kept = ("--record-ttl-s", "60", "--feedback-ttl-days", "1")
+    with ring(tmp_path_factory.mktemp("ring"), "--learners", "1", *kept) as started:
         yield started
 
 

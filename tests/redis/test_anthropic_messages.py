@@ -17,7 +17,7 @@ from shared.sequences import SequenceSpec
 from shared.text.codec import TokenizerBundle
 from tests.redis import scripted_worker
 from tests.redis.api_servers import Api, api
-from tests.redis.scripted_worker import MODEL, Answer, ScriptedWorker, working
+from tests.redis.scripted_worker import CARD, MODEL, Answer, ScriptedWorker, working
 from tests.unit.api_texts import bundle, codec
 from tests.waiting import wait_until
 
@@ -191,6 +191,18 @@ async def test_more_tokens_than_the_context_leaves_are_those_that_it_leaves(
     refused = await server.post(PATH, body("a" * 5000))
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith("prompt is too long: 50"), "clients shorten on these words"
+
+
+async def test_a_prompt_that_no_workers_memory_holds_is_too_long(server: Api, worker: ScriptedWorker) -> None:
+    worker.kv_limit_bytes = 90 * CARD.kv_bytes_per_token
+    await worker.join()
+
+    async def is_known() -> bool:
+        refused = await server.post(PATH, body("a" * 200))
+        return bool(refused.status_code == 400 and refused.json()["error"]["message"].endswith("tokens > 89 maximum"))
+
+    await wait_until(is_known)
+    assert (await whole(server, "say"))["content"]
 
 
 async def test_no_tokens_at_all_read_the_prompt_into_the_cache(server: Api, worker: ScriptedWorker) -> None:

@@ -15,7 +15,7 @@ from msgspec import structs
 from redis.asyncio import Redis
 from rich.console import Console
 
-from api.cli.top import view
+from api.cli.ring_screen import view
 from api.ops.ring_view import RingSnapshot
 from shared.catalogue import RETRY_S, CatalogueEntry, HeldModel, HeldState, HostStatus
 from shared.redis import keys

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.cli.top import rates, sparkline
+from api.cli.ring_screen import rates, sparkline
 from api.ops.ring_view import RingSample
 from shared.redis.processes.worker_registry import WorkerRegistry, WorkerStatus
 from tests.redis.api_servers import api

@@ -54,10 +54,10 @@ class _Remembering(_Around):
 
 
 class _Plain(_Around):
-    """Loads a module without rich and cryptography, unless somebody has them already."""
+    """Loads a module without rich and the ciphers, unless somebody has them already: redis looks for their package."""
 
     def exec_module(self, module: ModuleType) -> None:
-        hidden = {"rich", "cryptography"} - sys.modules.keys()
+        hidden = {"rich", "cryptography.hazmat", "cryptography.x509"} - sys.modules.keys()
         sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
         try:
             self._loader.exec_module(module)

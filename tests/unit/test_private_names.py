@@ -22,7 +22,7 @@ REACHES = {
     "tests/bench/steady_training.py": 1,
     "tests/bench/timed_worker.py": 1,
     "tests/clients/scripts/lm_eval_choices.py": 1,
-    "tests/e2e/test_commands.py": 1,
+    "tests/e2e/keyed/test_commands.py": 1,
     "tests/engine/adapter_bench.py": 3,
     "tests/engine/drafted.py": 1,
     "tests/engine/rank_tasks.py": 1,

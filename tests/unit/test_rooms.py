@@ -18,6 +18,7 @@ FEWEST_LINES = 30  # of a file; a shorter one belongs into another
 NOUNS = {
     "api/cli/convert.py",  # a command: each is a file
     "shared/text/languages/language.py",  # the language of a model, which needs a tokenizer; the others need none
+    "api/ops/sizes.py",  # what the dashboard and commands show, which load nothing else of this room
     "api/http/ollama_errors.py",  # how a protocol says errors: each is a file
     "shared/machine/commands.py",  # how programs of macOS are run: memory, power, heat and addresses come by them
     "shared/ranks.py",  # the status of a rank, which workers and trainers report and an api shows

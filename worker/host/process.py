@@ -117,6 +117,8 @@ class HostProcess:
             self._changed.set()
             await self._end_all()
             await cancel(loops)
+            if self._spare is not None:
+                await self._spare.kill()
             await self._weights.close()
             with contextlib.suppress(RedisError, OSError):
                 async with asyncio.timeout(1):
@@ -470,17 +472,14 @@ class HostProcess:
 
     async def _end_all(self) -> None:
         """End all workers, each in order, at the same time."""
-        if self._spare is not None:
-            await self._spare.kill()
-        lives = [held.task for held in self._held.values() if held.task is not None]
-        for held in self._held.values():
-            if held.state == "ready":
-                self._unload(Unload(held.name, "its host ends"))
-            elif held.child is not None and held.state == "loading":
-                await held.child.kill()
+        there = list(self._held.values())  # each is taken out when its worker has ended
+        lives = [held.task for held in there if held.task is not None]
+        for held in there:
+            self._unload(Unload(held.name, "its host ends"))
+            held.give_up("its host ends")
         if lives:
             await asyncio.wait(lives, timeout=self._patience_s + PATIENCE_S)
-        for held in self._held.values():
+        for held in there:
             if held.child is not None and held.child.runs:
                 await held.child.kill()
         await cancel(lives)

@@ -38,7 +38,11 @@ class WorkerChild:
     async def start(cls, settings: Mapping[str, str] | None = None) -> "WorkerChild":
         """Start a worker with `PARALLM_*` settings; without them a spare."""
         reading, writing = os.pipe()
-        try:
+        reports = asyncio.StreamReader(LONGEST_LINE)
+        try:  # the process last: who is cancelled here leaves none behind
+            pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reports), os.fdopen(reading, "rb")
+            )
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *COMMAND,
@@ -54,10 +58,6 @@ class WorkerChild:
             )
         finally:
             os.close(writing)
-        reports = asyncio.StreamReader(LONGEST_LINE)
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reports), os.fdopen(reading, "rb")
-        )
         return cls(process, reports, pipe)
 
     @property

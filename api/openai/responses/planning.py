@@ -96,7 +96,7 @@ async def _fitting(
     """The chat; with `truncation: auto` without as few of its oldest turns as it takes to fit the context."""
     card, codec = target.served.card, target.served.codec
     behind = body.max_output_tokens or min(ring.settings.default_max_tokens, card.context_length // 8)
-    most = min(ring.settings.max_prompt_tokens or card.context_length, ring.longest(card) - behind)
+    most = ring.longest_prompt(card, behind)
     places = [*places_of_images(body.input, len(history.items))]
 
     async def look(skipped: int) -> tuple[bool, tuple[ChatCompletionRequest, PreparedRequest]]:

@@ -21,7 +21,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from api.http.errors import translate
 from api.ops.dashboard.assets import address
 from api.ops.dashboard.parts import eta_ms
-from api.ops.ring_view import size
+from api.ops.sizes import size
 from shared.errors import AuthenticationError, ParallmError
 from shared.night import OUTCOMES
 

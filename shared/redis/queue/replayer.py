@@ -15,16 +15,8 @@ from shared.errors import EngineError, ServiceUnavailableError, UnsupportedModel
 from shared.frames import VersionSpan
 from shared.redis.queue.sequence_calls import SequenceCalls
 from shared.redis.recordings import REPLAYS, Recording
-from shared.replay import (
-    MOST_DIFFERENCES,
-    Difference,
-    ReplayReport,
-    Verdict,
-    chances_of,
-    gap_of,
-    replayed_part,
-    with_all_chances,
-)
+from shared.replay import MOST_DIFFERENCES, chances_of, gap_of, replayed_part, with_all_chances
+from shared.replay_report import Difference, ReplayReport, Verdict
 from shared.sequences import ModelCard, SequenceResult, SequenceSpec
 
 TRIES = 5  # to have one worker, and no other, compute a part

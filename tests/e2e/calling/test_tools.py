@@ -9,8 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.e2e.rings import MODEL, Ring, ring
-from tests.e2e.tool_model import write_tool_model
+from tests.e2e.rings import MODEL, Ring
 from tests.waiting import HANG_S
 
 ASK = [{"role": "user", "content": "hello"}]
@@ -23,13 +22,6 @@ SCHEMA = {
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "weather", "parameters": SCHEMA}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 BOTH = [WEATHER, CLOCK]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory):
-    folder = write_tool_model(tmp_path_factory.mktemp("model") / MODEL)
-    with ring(tmp_path_factory.mktemp("ring"), model=folder) as started:
-        yield started
 
 
 @pytest.fixture

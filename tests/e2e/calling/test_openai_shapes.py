@@ -13,8 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
 from tests.e2e.openai_shapes import exact
-from tests.e2e.rings import MODEL, Ring, ring
-from tests.e2e.tool_model import write_tool_model
+from tests.e2e.rings import MODEL, Ring
 from tests.waiting import HANG_S
 
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 24, "seed": 1}
@@ -29,13 +28,6 @@ FLAT = {"type": "function", "name": "get_weather", "parameters": CITY}
 PATCH = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: A"}}
 OURS = {"type": "namespace", "name": "tools", "description": "Ours.", "tools": [FLAT, PATCH]}
 SPACED = [OURS, {"type": "web_search"}]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory):
-    folder = write_tool_model(tmp_path_factory.mktemp("model") / MODEL)
-    with ring(tmp_path_factory.mktemp("ring"), model=folder) as started:
-        yield started
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
 """The how-to pages and the quickstart: the commands that each begins with run as they stand, and in that order."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.docs.shell import READY, STAYS, Shell, blocks
+from tests.docs.shell import READY, START, STAYS, Shell, blocks
 from tests.e2e.rings import ROOT
 
 PAGES = sorted(ROOT.glob("docs/how-to/*.md"))
@@ -20,26 +19,15 @@ def begins(page: Path) -> list[str]:
 
 
 def serves(page: Path) -> bool:
-    return any("mlx_parallm_serve" in block for block in begins(page))
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    """The quickstart's server, which most pages go on with."""
-    shell = Shell(tmp_path_factory.mktemp("how-to"))
-    [start] = [text for text in blocks((ROOT / "docs/quickstart.md").read_text()) if "mlx_parallm_serve" in text]
-    server = shell.start(start)
-    try:
-        server.wait_for_line(READY["serve"])
-        yield shell
-    finally:
-        code = server.stop()
-    assert code == 0
+    """Whether it starts a server of its own, not the quickstart's."""
+    return any("mlx_parallm_serve" in block and block != START for block in begins(page))
 
 
 def follow(shell: Shell, page: Path) -> None:
     with ExitStack() as running:
         for block in begins(page):
+            if block == START:  # which runs already
+                continue
             if stays := STAYS.match(block):
                 program = shell.start(block)
                 running.callback(program.stop)

@@ -1,6 +1,5 @@
 """Processes that join a ring knowing an api of it alone: a server, a worker, and what they say when it is wrong."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -8,47 +7,40 @@ import pytest
 import redis as sync_redis
 
 from api.serve.embedded_redis import EmbeddedRedis
-from tests.e2e.rings import MODEL, Process, Ring, ring
+from tests.e2e.keyed import KEY
+from tests.e2e.rings import MODEL, Process, Ring
 from tests.waiting import HANG_S
 
-KEY = "a-key-that-is-long-enough"
 
-
-@pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
-    with ring(tmp_path_factory.mktemp("first"), "--api-key", KEY) as started:
-        yield started
-
-
-def test_a_server_and_a_worker_join_through_an_api_with_a_key(first: Ring, tmp_path: Path) -> None:
+def test_a_server_and_a_worker_join_through_an_api_with_a_key(keyed: Ring, tmp_path: Path) -> None:
     given = {"PARALLM_CONNECT_KEY": KEY}
     joined = Process.start(
-        "api.serve.main", "--mode", "inference", "--connect-to", first.url, "--model", f"models/{MODEL}", "--port", "0",
+        "api.serve.main", "--mode", "inference", "--connect-to", keyed.url, "--model", f"models/{MODEL}", "--port", "0",
         "--data-dir", str(tmp_path / "second"), "--log-json", "true", environment=given,
     )  # fmt: skip
     worker = Process.start(
-        "worker", "--connect-to", f"{first.url}/v1", "--model", f"models/{MODEL}", "--log-json", "true",
+        "worker", "--connect-to", f"{keyed.url}/v1", "--model", f"models/{MODEL}", "--log-json", "true",
         environment=given,
     )  # fmt: skip
     try:
         url = joined.wait_for_line(r"ready: (http://\S+)/v1").group(1)
         for process in (worker, joined):
             process.wait_for_line("worker.ready")
-        assert len(first.workers()) == 3
+        assert len(keyed.workers()) == 3
         assert not joined.printed("redis.started")
         body = {"model": MODEL, "prompt": "1+2=", "max_tokens": 2}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=HANG_S)
         assert answer.status_code == 200, answer.text
         seen = httpx.get(f"{url}/health", timeout=HANG_S).json()["workers"]
-        assert [each["id"] for each in seen] == [each["id"] for each in first.health()["workers"]]
+        assert [each["id"] for each in seen] == [each["id"] for each in keyed.health()["workers"]]
     finally:
         assert (worker.stop(), joined.stop()) == (0, 0)
-    assert first.server.popen.poll() is None
+    assert keyed.server.popen.poll() is None
 
 
 @pytest.mark.parametrize("module", ["worker", "api.serve.main"])
-def test_what_keeps_a_process_from_joining_is_said(module: str, first: Ring) -> None:
-    process = Process.start(module, "--connect-to", first.url, "--model", f"models/{MODEL}")
+def test_what_keeps_a_process_from_joining_is_said(module: str, keyed: Ring) -> None:
+    process = Process.start(module, "--connect-to", keyed.url, "--model", f"models/{MODEL}")
     code = process.wait()
     process.stop()
     assert code == 2 and "PARALLM_CONNECT_KEY" in process.output

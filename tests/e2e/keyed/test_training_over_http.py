@@ -18,7 +18,8 @@ from mlx_model.config import EngineConfig
 from mlx_model.loader import load_model
 from shared.errors import ParallmError, SetupError
 from shared.jobs import SamplingOverrides
-from tests.e2e.rings import MODEL, ROOT, Process, Ring, ring
+from tests.e2e.keyed import KEY
+from tests.e2e.rings import MODEL, ROOT, Process, Ring
 from tests.e2e.trained.test_training_api import pair
 from tests.waiting import HANG_S, wait_until
 from trainer.learn.batches import Sample, SampleGroup
@@ -28,7 +29,6 @@ from trainer.rollouts.groups import RolloutRequest
 from trainer.runs.distillation.teacher import scored
 from trainer.runs.metrics import read
 
-KEY = "a-key-that-is-long-enough"
 RECIPE = (
     "--config",
     str(ROOT / "trainer/recipes/tiny-fixed.yaml"),
@@ -39,12 +39,6 @@ RECIPE = (
     "--probe-prompts",
     "2",
 )
-
-
-@pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
-    with ring(tmp_path_factory.mktemp("ring"), "--api-key", KEY) as started:
-        yield started
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
-from tests.docs.shell import READY, Shell, blocks
+from tests.docs.shell import READY, START, Shell, blocks
 from tests.e2e.rings import ROOT
 from tests.waiting import HANG_S
 
@@ -21,47 +20,37 @@ def block(word: str) -> str:
     return found[0]
 
 
-@pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    made = Shell(tmp_path_factory.mktemp("readme"))
-    server = made.start(block("mlx_parallm_serve --model"))
-    code = -1
-    try:
-        server.wait_for_line(READY["serve"])
-        assert f"ParaLLM is ready: http://127.0.0.1:{made.http}/v1" in server.output
-        yield made
-    finally:
-        code = server.stop()
-    assert code == 0
+def test_it_starts_the_quickstart_s_server() -> None:
+    assert block("mlx_parallm_serve --model") == START
 
 
-def test_curl_streams_an_answer(shell: Shell) -> None:
-    lines = shell.run(block("curl -N")).splitlines()
+def test_curl_streams_an_answer(served: Shell) -> None:
+    lines = served.run(block("curl -N")).splitlines()
     assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
 
 
-def test_a_job_is_submitted_and_waited_for(shell: Shell) -> None:
-    told = shell.run(block("mlx_parallm submit"))
+def test_a_job_is_submitted_and_waited_for(served: Shell) -> None:
+    told = served.run(block("mlx_parallm submit"))
     assert "succeeded: 24 of 24 samples" in told
     reward = re.search(r"mean reward ([\d.]+)", told)
     assert reward and float(reward[1]) > 0, "what a newcomer sees first is a reward"
 
 
-def test_a_second_worker_joins(shell: Shell) -> None:
-    worker = shell.start(block("mlx_parallm_worker --redis"))
+def test_a_second_worker_joins(served: Shell) -> None:
+    worker = served.start(block("mlx_parallm_worker --redis"))
     try:
         worker.wait_for_line(READY["worker"])
-        health = json.loads(shell.run("curl -s http://127.0.0.1:8000/health"))
+        health = json.loads(served.run("curl -s http://127.0.0.1:8000/health"))
         assert len(health["workers"]) == 2
     finally:
         assert worker.stop() == 0
 
 
-def test_a_trainer_learns_from_the_ring(shell: Shell) -> None:
-    shell.run(block("mlx_parallm_train --connect-to"))
-    models = json.loads(shell.run("curl -s http://127.0.0.1:8000/v1/models"))
+def test_a_trainer_learns_from_the_ring(served: Shell) -> None:
+    served.run(block("mlx_parallm_train --connect-to"))
+    models = json.loads(served.run("curl -s http://127.0.0.1:8000/v1/models"))
     assert "policy" in [model["id"] for model in models["data"]]
 
 

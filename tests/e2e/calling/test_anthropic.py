@@ -9,8 +9,7 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.e2e.rings import MODEL, ring
-from tests.e2e.tool_model import write_tool_model
+from tests.e2e.rings import Ring
 from tests.waiting import HANG_S, wait_until
 
 SCHEMA = {
@@ -28,12 +27,8 @@ PATH = "/v1/messages"
 
 
 @pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    folder = write_tool_model(tmp_path_factory.mktemp("model") / MODEL)
-    with (
-        ring(tmp_path_factory.mktemp("ring"), "--model-alias", f"claude-*={MODEL}", model=folder) as started,
-        httpx.Client(base_url=started.url, timeout=HANG_S) as client,
-    ):
+def http(served: Ring) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as client:
         yield client
 
 

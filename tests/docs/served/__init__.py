@@ -1,0 +1,1 @@
+"""Pages whose commands go to the server that README and quickstart start: one serves all of them."""

@@ -1,0 +1,3 @@
+"""Tests on a ring that wants a key: one serves all of them."""
+
+KEY = "a-key-that-is-long-enough"
