@@ -141,11 +141,13 @@ def _apart_of(model: Any, layout: KvLayout) -> KvLayout:
         )
     install()
     logits, reasons = _fed(model, layout.new(model)), list[str]()
+    whole = model(mx.array([[*_TRIAL[0], *_TRIAL[1]]]))[:, -1].astype(mx.float32)
+    close = max(_CLOSE, _NOISE * _difference(whole, logits))
     for form in ("keys", "latents"):
         apart = replace(layout, apart=form)
         try:
             found = _fed_apart(model, apart)
-            if _difference(found, logits) < _CLOSE:
+            if _difference(found, logits) < close:
                 if reason := places.check(model, lambda apart=apart: apart.new(model)):  # type: ignore[misc]
                     raise SetupError(f"--batch-invariant: this machine cannot keep it for this model: {reason}")
                 return apart

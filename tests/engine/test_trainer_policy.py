@@ -119,6 +119,24 @@ def test_an_adapter_of_another_shape_is_refused(model_of: ModelOf) -> None:
         policy.load(other.weights())
 
 
+def test_gradients_of_a_base_in_float16_are_those_of_fp32(model_of: ModelOf) -> None:
+    """A mean over 2^20 terms, whose parts float16 has no numbers for."""
+    terms, found = 1 << 20, list[dict[str, mx.array]]()
+    x = to_arrays(microbatch())
+    for dtype in (mx.float32, mx.float16):
+        policy = Policy(model_of(dtype=dtype), AdapterShape(rank=4))
+        policy.load(moved(policy, 0.01))
+
+        def mean(model: Any, dtype: mx.Dtype) -> tuple[mx.array, mx.Dtype]:
+            return mx.where(x.mask_BT, shared_scores(model, x).logp_BT, 0.0).sum() / terms, dtype
+
+        (value, passed), gradient = policy.value_and_grad(mean, terms, dtype)
+        assert passed == dtype and -1e-3 < value.item() < 0
+        found.append(dict(tree_flatten(gradient)))
+    for name, wanted in found[0].items():
+        assert mx.linalg.norm(found[1][name] - wanted) < 0.05 * mx.linalg.norm(wanted), name
+
+
 def test_targets_name_the_ends_of_paths(model_of: ModelOf) -> None:
     policy = Policy(model_of(), AdapterShape(targets=("q_proj", "v_proj")))
     assert {module.rsplit(".", 1)[1] for module in policy.modules} == {"q_proj", "v_proj"}

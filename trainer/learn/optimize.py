@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import structlog
 
@@ -252,8 +251,8 @@ class Optimizer:
                 continue
             started, held = time.perf_counter(), mx.get_active_memory()
             mx.reset_peak_memory()
-            of_policy = nn.value_and_grad(self.policy.model, self._loss)  # not kept: it holds this optimizer
-            (loss, entropy, clipped, kl, value), part = of_policy(self.policy.model, prepared, totals)
+            found, part = self.policy.value_and_grad(self._loss, totals.tokens, prepared, totals)
+            loss, entropy, clipped, kl, value = found
             gradient = added(gradient, part)
             mx.eval(loss, entropy, clipped, kl, value, gradient)
             sums.loss += loss.item()

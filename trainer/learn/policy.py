@@ -77,6 +77,7 @@ class Policy:
         self.origin: Arrays | None = None  # the adapter that the run began with; None: the base
         self.model: Any = share_tree(model)
         self.model.freeze()
+        self._is_half = any(array.dtype == mx.float16 for _, array in tree_flatten(self.base.parameters()))
         self.peers = Peers(whole)
         divided = None if whole is None or whole.by_data else whole
         self._ranks = None if divided is None else divided.ranks
@@ -115,6 +116,25 @@ class Policy:
             return shared_scores
         form = can_share(self.base, make_prompt_cache(self.base))
         return partial(shared_scores, reads=form if on_cpu() else "fused" if form == "keys" else None)
+
+    def value_and_grad(self, loss: Callable[..., Any], terms: int, *inputs: Any) -> tuple[Any, Any]:
+        """Value and gradient of `loss(model, *inputs)`, which is a mean over so many terms, or begins with one.
+
+        A part of such a gradient is too small for a base that computes in float16. There the loss is multiplied by a
+        power of two, and the gradient, which is fp32, divided by it (Micikevicius et al., arXiv 1710.03740, section
+        3.2).
+        """
+        if not self._is_half:
+            found: tuple[Any, Any] = nn.value_and_grad(self.model, loss)(self.model, *inputs)
+            return found
+        scale = 2.0 ** round(math.log2(max(1, terms)))
+
+        def scaled(*inputs: Any) -> Any:
+            value = loss(*inputs)
+            return (value[0] if isinstance(value, tuple) else value) * scale, value
+
+        (_, value), gradient = nn.value_and_grad(self.model, scaled)(self.model, *inputs)
+        return value, tree_map(lambda part: part / scale, gradient)
 
     def replay_routes(self) -> None:
         """Compute with the experts that samples name from now on; UnsupportedModelError where that cannot be."""

@@ -4,17 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import msgspec
 import numpy as np
 
-from mlx_model.sites import Whole
 from trainer.learn.batches import Sample, SampleGroup
 from trainer.learn.compute import Work
 from trainer.learn.divergence import UNKNOWN, divergences
 from trainer.learn.logprobs import BatchArrays, halves_of
-from trainer.learn.options import AdapterShape
-from trainer.learners.data import DataOptions, Measured
+from trainer.learners.data import Measured
 from trainer.learners.tuning import RowLearner
 
 
@@ -58,10 +55,6 @@ class ScoredRow(msgspec.Struct, frozen=True):
 class DistillLearner(RowLearner[ScoredRow]):
     """A LoRA that learns from a teacher's scores."""
 
-    def __init__(self, model: Any, shape: AdapterShape, options: DataOptions, whole: Whole | None = None) -> None:
-        super().__init__(model, shape, options, whole=whole)
-        self._of_student = nn.value_and_grad(self.policy.model, self._distance)
-
     def group(self, item: ScoredRow) -> SampleGroup:
         return item.group("")
 
@@ -81,8 +74,8 @@ class DistillLearner(RowLearner[ScoredRow]):
         return Measured(alike / tokens, distance / tokens)
 
     def gradient(self, part: Sequence[ScoredRow], items: Sequence[ScoredRow]) -> tuple[Any, dict[str, Any]]:
-        scores = self._scores_of(part)
-        value, gradients = self._of_student(self.policy.model, self._arrays(part), *scores, self._tokens(items))
+        scores, whole = self._scores_of(part), self._tokens(items)
+        value, gradients = self.policy.value_and_grad(self._distance, whole, self._arrays(part), *scores, whole)
         return value, {"body": gradients}
 
     def _distance(self, model: Any, x: BatchArrays, ids_NK: mx.array, teacher_NK: mx.array, whole: int) -> mx.array:

@@ -76,7 +76,7 @@ def _tune(model: Any, options: TuneOptions, sight: Sight | None, whole: Whole | 
 
 
 def _distill(model: Any, options: DataOptions, sight: Sight | None, whole: Whole | None) -> DistillLearner:
-    return DistillLearner(model, _shape(options), options, whole)
+    return DistillLearner(model, _shape(options), options, whole=whole)
 
 
 def _head(model: Any, options: HeadOptions, sight: Sight | None, whole: Whole | None) -> HeadLearner:

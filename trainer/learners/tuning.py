@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from mlx_model.sites import Whole
@@ -122,7 +121,6 @@ class TuneLearner(RowLearner[SampleGroup]):
         self._tuning, self._beta = tuning, beta
         super().__init__(model, shape, options, sight, whole)
         self.scores = partial(self.policy.scores, chunk=self._chunk, entropy=False)
-        self._of_policy = nn.value_and_grad(self.policy.model, self._loss)
         self._references: dict[_Pair, tuple[float, float]] = {}
 
     def group(self, item: SampleGroup) -> SampleGroup:
@@ -163,7 +161,7 @@ class TuneLearner(RowLearner[SampleGroup]):
     def gradient(self, part: Sequence[SampleGroup], items: Sequence[SampleGroup]) -> tuple[Any, dict[str, Any]]:
         reference_B = self._reference(part) if self._tuning == "dpo" else None
         whole = len(items) if self._tuning == "dpo" else self._tokens(items)
-        value, gradients = self._of_policy(self.policy.model, self._arrays(part), reference_B, whole)
+        value, gradients = self.policy.value_and_grad(self._loss, whole, self._arrays(part), reference_B, whole)
         return value, {"body": gradients}
 
     def _loss(self, model: Any, x: BatchArrays, reference_B: mx.array | None, whole: int) -> mx.array:
