@@ -181,7 +181,7 @@ def draw(path: Path, courses: Sequence[Course]) -> None:
     bars.set_xticks(range(len(KINDS)), ["JSON, a copied field", "exact words", "a list of n lines"])
     bars.set_ylabel("share of answers that are right")
     bars.set_ylim(0, 1.02)
-    bars.legend(loc="upper left")
+    bars.legend(loc="upper center")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
