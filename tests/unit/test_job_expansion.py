@@ -96,3 +96,15 @@ def test_the_prompt_cache_is_bounded() -> None:
     assert [index for index in range(9) if cache.get("job", index)] == [4, 5, 6, 7, 8]
     cache.put("job", PreparedPrompt(9, JobInput("p"), tuple(range(95))))
     assert [index for index in range(10) if cache.get("job", index)] == [9]
+
+
+def test_prompts_of_an_ended_job_make_room() -> None:
+    cache = PromptCache(max_tokens=30, max_prompts=3)
+    for job_id in ("a", "b", "b"):
+        cache.put(job_id, PreparedPrompt(0 if cache.get(job_id, 0) is None else 1, JobInput("p"), (1, 2, 3)))
+    cache.forget("b")
+    cache.forget("b")
+    assert cache.get("b", 0) is None and cache.get("b", 1) is None
+    for index in range(1, 4):
+        cache.put("a", PreparedPrompt(index, JobInput("p"), tuple(range(9))))
+    assert [index for index in range(4) if cache.get("a", index)] == [1, 2, 3]

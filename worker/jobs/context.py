@@ -60,6 +60,7 @@ class TickContext:
     def forget(self, job_id: str) -> None:
         """Drop what is kept of a job that has ended."""
         self.repaired.pop(job_id, None)
+        self.prompts.forget(job_id)
         if (rewarding := self._rewarding.pop(job_id, None)) is not None:
             rewarding.close()
 
