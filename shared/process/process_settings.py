@@ -141,7 +141,7 @@ class JoinSettings(ProcessSettings):
 class RunnerSettings(ProcessSettings, AwakeSettings):
     """Settings of a job runner (arq worker), which `mlx_parallm_serve` takes, too."""
 
-    max_jobs: int = Field(default=16, ge=1, description="jobs that one runner advances at a time")
+    max_jobs: int = Field(default=64, ge=1, description="jobs that one runner advances at a time")
     window: int = Field(default=512, ge=1, description="sequences of one job in flight")
     reward_processes: int = Field(
         default=0, ge=0, description="processes that compute rewards; 0: one per core, at most 4"

@@ -18,6 +18,7 @@ from arq.worker import Worker, func
 from redis.exceptions import RedisError
 
 from shared.errors import ParallmError
+from shared.process.open_files import raise_file_limit
 from shared.process.process_settings import RunnerSettings
 from shared.redis.connection.client import connect
 from shared.redis.connection.faults import reason
@@ -134,6 +135,7 @@ class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
 async def run(settings: RunnerSettings) -> None:
     """Advance jobs until a signal."""
     logging.getLogger("arq").setLevel(logging.WARNING)
+    raise_file_limit()  # a job that waits has a connection of its own, and macOS gives 256 files
     redis, blocking = connect(settings.redis), connect(settings.redis, blocking=True)
     pool = RewardPool(settings.reward_processes, settings.reward_timeout_s)
     context = TickContext(runner_id(), redis, blocking, pool, window=settings.window)
