@@ -32,6 +32,7 @@ _GROUP_SIZES = (32, 64, 128)
 _TRIAL = [[1, 2, 3], [4]]  # token ids that are fed to try a layout: a piece of a prompt, and a decode step
 _CLOSE = 0.02  # of the largest logit: how far two ways to read the same KV may be apart
 _NOISE = 3  # times as far as without a bound: 16-bit models differ a little between the two ways in any case
+_FAR = 0.15  # however much the model's own pieces of a prompt differ
 _TRIAL_BOUND = 4  # positions, for a trial of a bound
 _LONG_TRIAL = tuple(range(1, 4 * _TRIAL_BOUND))  # token ids
 
@@ -141,8 +142,8 @@ def _apart_of(model: Any, layout: KvLayout) -> KvLayout:
         )
     install()
     logits, reasons = _fed(model, layout.new(model)), list[str]()
-    whole = model(mx.array([[*_TRIAL[0], *_TRIAL[1]]]))[:, -1].astype(mx.float32)
-    close = max(_CLOSE, _NOISE * _difference(whole, logits))
+    whole = model(mx.array([[*_TRIAL[0], *_TRIAL[1]]]), cache=layout.new(model))[:, -1].astype(mx.float32)
+    close = min(max(_CLOSE, _NOISE * _difference(whole, logits)), _FAR)
     for form in ("keys", "latents"):
         apart = replace(layout, apart=form)
         try:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from mlx_model.config import DiskConfig, EngineConfig, check_settings
-from mlx_model.kv import places
+from mlx_model.kv import layout, places
 from mlx_model.kv.apart import PLACES
 from mlx_model.kv.layout import layout_of
 from mlx_model.loader import LoadedModel, describe_model, load_model
@@ -146,6 +146,19 @@ def test_a_machine_whose_products_depend_on_a_rows_place_is_refused(
     assert invariance.different(loaded, sequences) != []
     with pytest.raises(SetupError, match="this machine cannot keep it for this model: a row's bits depend on"):
         invariant(llama)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama 4"])
+def test_numbers_that_are_off_are_no_rounding(name: str, model_of: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = layout._fed_apart
+
+    def off(model: Any, kv: layout.KvLayout) -> mx.array:
+        logits = fed(model, kv)
+        return logits + 0.05 * mx.max(mx.abs(logits))
+
+    monkeypatch.setattr(layout, "_fed_apart", off)
+    with pytest.raises(SetupError, match="its numbers differ"):
+        invariant(model_of(name), name)
 
 
 def test_every_forward_has_the_same_shape(llama: LoadedModel) -> None:

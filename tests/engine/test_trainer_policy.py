@@ -12,6 +12,7 @@ from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
 
 from mlx_model import learning
+from mlx_model.kv.padded import TILE, Masks, PaddedRead
 from mlx_model.learning import LearningLoRA
 from mlx_model.loader import LoadedModel
 from mlx_model.lora.layers import SiteWeights
@@ -135,6 +136,45 @@ def test_gradients_of_a_base_in_float16_are_those_of_fp32(model_of: ModelOf) -> 
         found.append(dict(tree_flatten(gradient)))
     for name, wanted in found[0].items():
         assert mx.linalg.norm(found[1][name] - wanted) < 0.05 * mx.linalg.norm(wanted), name
+
+
+def test_a_loss_that_is_too_large_for_float16_is_scaled_less(model_of: ModelOf) -> None:
+    """A sum, whose gradient has no more room than a few more bits."""
+    terms, found = 1 << 20, list[Any]()
+    x = to_arrays(microbatch())
+    for dtype in (mx.float32, mx.float16):
+        policy = Policy(model_of(dtype=dtype), AdapterShape(rank=4))
+        policy.load(moved(policy, 0.01))
+
+        def total(model: Any) -> mx.array:
+            return mx.where(x.mask_BT, shared_scores(model, x).logp_BT, 0.0).sum()
+
+        for _ in range(2):  # the second one begins with what the first one ended with
+            found.append(dict(tree_flatten(policy.value_and_grad(total, terms)[1])))
+    for name, wanted in found[0].items():
+        for gradient in found[2:]:
+            assert mx.linalg.norm(gradient[name] - wanted) < 0.05 * mx.linalg.norm(wanted), name
+
+
+@pytest.mark.parametrize(("count", "positions"), [(100, 164), (128, 192), (1, 64)])
+def test_fused_attention_gets_whole_tiles(count: int, positions: int) -> None:
+    queries, keys, values = (
+        mx.random.normal((2, heads, length, 16), key=mx.random.key(at))
+        for at, (heads, length) in enumerate([(4, count), (2, positions), (2, positions)])
+    )
+    mask = mx.arange(positions) <= mx.arange(positions - count, positions)[:, None]
+    shapes = list[tuple[int, int]]()
+
+    def fused(queries: mx.array, keys: mx.array, values: mx.array, **how: Any) -> mx.array:
+        shapes.append((queries.shape[2], keys.shape[2]))
+        assert keys.shape == values.shape
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, **how)
+
+    for given in (mask, mx.broadcast_to(mask, (2, 1, count, positions))):
+        found = PaddedRead(keys, values, Masks()).attended(fused, queries, 0.25, given, None)
+        wanted = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.25, mask=given)
+        assert mx.allclose(found, wanted, atol=1e-5)
+    assert all(size % TILE == 0 for shape in shapes for size in shape)
 
 
 def test_targets_name_the_ends_of_paths(model_of: ModelOf) -> None:

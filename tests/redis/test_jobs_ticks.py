@@ -237,9 +237,23 @@ async def test_a_full_queue_loses_nothing(redis: Redis, runner: TickContext, mon
     queue = SequenceQueue(redis, MODEL, max_waiting={"batch": 10})
     monkeypatch.setattr(runner, "queue", lambda model: queue)
     monkeypatch.setattr(work, "BATCH", 6)
+    prepared, prepare = list[int](), work.prepare
+    monkeypatch.setattr(work, "prepare", lambda index, *rest: prepared.append(index) or prepare(index, *rest))
     job = await submit(redis, prompts(60), spec(n=3))
     async with working(FakeWorker(redis, rows=4)):
         assert (await advance(runner, job)).counts.succeeded == 180
+    assert sorted(prepared) == list(range(60)), "a prompt is prepared once, however often there is no room"
+
+
+async def test_prompts_stay_no_longer_than_their_job(redis: Redis, runner: TickContext, monkeypatch: Any) -> None:
+    monkeypatch.setattr("worker.jobs.context.UNUSED_S", 0.0)
+    settled, left = await submit(redis, prompts(5), spec()), await submit(redis, prompts(5), spec())
+    async with working(FakeWorker(redis)):
+        await advance(runner, settled)
+    await tick(runner, left, 0)  # and from here on another runner has it
+    assert runner.prompts.get(settled, 0) is None and runner.prompts.get(left, 0) is not None
+    runner.rewarding(await JobStore(redis).spec(await submit(redis, prompts(1), spec())))
+    assert runner.prompts.get(left, 0) is None
 
 
 async def test_results_can_be_read_while_the_job_runs(redis: Redis, runner: TickContext) -> None:

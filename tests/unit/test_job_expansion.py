@@ -99,12 +99,19 @@ def test_the_prompt_cache_is_bounded() -> None:
 
 
 def test_prompts_of_an_ended_job_make_room() -> None:
-    cache = PromptCache(max_tokens=30, max_prompts=3)
-    for job_id in ("a", "b", "b"):
-        cache.put(job_id, PreparedPrompt(0 if cache.get(job_id, 0) is None else 1, JobInput("p"), (1, 2, 3)))
+    cache = PromptCache(max_tokens=40, max_prompts=4)
+    places = [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("b", 2), ("a", 2)]
+
+    def kept() -> list[tuple[str, int]]:
+        return [place for place in places if cache.get(*place)]
+
+    for job_id, index in places[:5]:
+        cache.put(job_id, PreparedPrompt(index, JobInput("p"), tuple(range(9))))
+    assert kept() == places[1:5], "the oldest of all jobs goes"
     cache.forget("b")
     cache.forget("b")
-    assert cache.get("b", 0) is None and cache.get("b", 1) is None
-    for index in range(1, 4):
+    assert kept() == [("a", 1)]
+    for index in (0, 2):
         cache.put("a", PreparedPrompt(index, JobInput("p"), tuple(range(9))))
-    assert [index for index in range(4) if cache.get("a", index)] == [1, 2, 3]
+    cache.put("b", PreparedPrompt(0, JobInput("p"), tuple(range(9))))
+    assert kept() == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]

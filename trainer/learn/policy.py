@@ -12,7 +12,7 @@ Invariants.
 import copy
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from mlx_model.routing import Replay
 from mlx_model.sites import Whole
 from shared.adapter_files.config import mlx_config
 from shared.heads import VALUE, HeadSpec
+from trainer.learn.adam import all_finite
 from trainer.learn.logprobs import Learns, TokenScores, can_share_prompts, row_scores, shared_scores
 from trainer.learn.options import AdapterShape
 from trainer.learn.peers import Peers
@@ -47,6 +48,7 @@ from trainer.state import Arrays
 _LINEARS = (nn.Linear, nn.QuantizedLinear, ShardedToAllLinear, QuantizedShardedToAllLinear)
 _SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+_LESS = 16  # by which a loss is scaled less when its gradient was not finite
 
 
 class Policy:
@@ -77,6 +79,7 @@ class Policy:
         self.origin: Arrays | None = None  # the adapter that the run began with; None: the base
         self.model: Any = share_tree(model)
         self.model.freeze()
+        self._scale = math.inf  # of the latest loss
         self._is_half = any(array.dtype == mx.float16 for _, array in tree_flatten(self.base.parameters()))
         self.peers = Peers(whole)
         divided = None if whole is None or whole.by_data else whole
@@ -122,13 +125,21 @@ class Policy:
 
         A part of such a gradient is too small for a base that computes in float16. There the loss is multiplied by a
         power of two, and the gradient, which is fp32, divided by it (Micikevicius et al., arXiv 1710.03740, section
-        3.2).
+        3.2). Where a product is too large for float16 then, it is computed again with less, and the next ones begin
+        with twice as much as that; ranks that divide a model compute once.
         """
         if not self._is_half:
             found: tuple[Any, Any] = nn.value_and_grad(self.model, loss)(self.model, *inputs)
             return found
-        scale = 2.0 ** round(math.log2(max(1, terms)))
+        scale = min(2.0 ** round(math.log2(max(1, terms))), 2 * self._scale)
+        while True:
+            value, gradient = self._scaled(loss, scale, inputs)
+            if scale <= 1 or self._ranks is not None or all_finite(gradient):
+                self._scale = scale
+                return value, gradient
+            scale = max(1.0, scale / _LESS)
 
+    def _scaled(self, loss: Callable[..., Any], scale: float, inputs: Sequence[Any]) -> tuple[Any, Any]:
         def scaled(*inputs: Any) -> Any:
             value = loss(*inputs)
             return (value[0] if isinstance(value, tuple) else value) * scale, value

@@ -19,7 +19,7 @@ from shared.scoring.served import ServedRewards
 from shared.telemetry.metrics import Tally
 from shared.text.codec import CodecCache
 from worker.jobs.expansion import PromptCache
-from worker.jobs.rewarding import Rewarding, forget_unused
+from worker.jobs.rewarding import Rewarding, unused
 
 UNUSED_S = 60.0  # after which what a runner holds of a job that it does not advance any more is dropped
 WAITING_WINDOWS = 16  # so many jobs' windows may wait in one model's queue; the rest of all jobs waits in its inputs
@@ -52,13 +52,14 @@ class TickContext:
 
     def rewarding(self, spec: JobSpec) -> Rewarding:
         """The job's samples that are finished and not recorded yet, in this runner."""
-        forget_unused(self._rewarding, UNUSED_S)
+        for job_id in unused(self._rewarding, UNUSED_S):
+            self.forget(job_id)
         if spec.id not in self._rewarding:
             self._rewarding[spec.id] = Rewarding(spec, self.rewards)
         return self._rewarding[spec.id]
 
     def forget(self, job_id: str) -> None:
-        """Drop what is kept of a job that has ended."""
+        """Drop what is kept of a job that has ended, or that another runner has."""
         self.repaired.pop(job_id, None)
         self.prompts.forget(job_id)
         if (rewarding := self._rewarding.pop(job_id, None)) is not None:

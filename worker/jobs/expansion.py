@@ -4,6 +4,7 @@ A sequence's id and seed follow from the job, the prompt and the sample, so expa
 yields the same sequences, which the queue already knows.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -141,34 +142,32 @@ class PromptCache:
     def __init__(self, max_tokens: int = 4_000_000, max_prompts: int = 16_384) -> None:
         self._max_tokens = max_tokens
         self._max_prompts = max_prompts
-        self._tokens = self._count = 0
-        self._jobs: dict[str, dict[int, PreparedPrompt]] = {}
+        self._tokens = 0
+        self._prompts: OrderedDict[tuple[str, int], PreparedPrompt] = OrderedDict()
+        self._indices: dict[str, set[int]] = {}  # of each job
 
     def get(self, job_id: str, index: int) -> PreparedPrompt | None:
         """The prompt, if we still have it."""
-        return self._jobs.get(job_id, {}).get(index)
+        return self._prompts.get((job_id, index))
 
     def put(self, job_id: str, prompt: PreparedPrompt) -> None:
-        """Keep a prompt; the first ones of the first job make room."""
-        prompts = self._jobs.setdefault(job_id, {})
-        if prompt.index in prompts:
+        """Keep a prompt; the oldest make room."""
+        if (job_id, prompt.index) in self._prompts:
             return
-        prompts[prompt.index] = prompt
-        self._counted(prompt, 1)
-        while self._count > self._max_prompts or (self._tokens > self._max_tokens and self._count > 1):
-            job, oldest = next(iter(self._jobs.items()))
-            self._counted(oldest.pop(next(iter(oldest))), -1)
-            if not oldest:
-                del self._jobs[job]
+        self._prompts[job_id, prompt.index] = prompt
+        self._indices.setdefault(job_id, set()).add(prompt.index)
+        self._tokens += _tokens(prompt)
+        while len(self._prompts) > self._max_prompts or (self._tokens > self._max_tokens and len(self._prompts) > 1):
+            (job, index), oldest = self._prompts.popitem(last=False)
+            self._tokens -= _tokens(oldest)
+            self._indices[job].remove(index)
+            if not self._indices[job]:
+                del self._indices[job]
 
     def forget(self, job_id: str) -> None:
-        """Drop the prompts of a job that has ended."""
-        for prompt in self._jobs.pop(job_id, {}).values():
-            self._counted(prompt, -1)
-
-    def _counted(self, prompt: PreparedPrompt, sign: int) -> None:
-        self._count += sign
-        self._tokens += sign * _tokens(prompt)
+        """Drop the prompts of a job that has ended, or that another runner has."""
+        for index in self._indices.pop(job_id, ()):
+            self._tokens -= _tokens(self._prompts.pop((job_id, index)))
 
 
 def _tokens(prompt: PreparedPrompt) -> int:

@@ -1,7 +1,7 @@
 """A job's samples between finished and recorded: their rewards are computed in the background of the ticks.
 
-A reward may take longer than a tick, and a runner has few ticks at a time: a tick adds what has finished, records what
-has been scored meanwhile, and leaves the rest to the job's next one.
+A reward may take longer than a tick, and a runner has so many ticks at a time: a tick adds what has finished, records
+what has been scored meanwhile, and leaves the rest to the job's next one.
 
 Invariants. A sample that was added is handed out, scored or bare, until `recorded` confirms it. What a runner holds
 here dies with it, and is finished and not recorded as far as Redis knows: the next runner begins with it.
@@ -9,7 +9,7 @@ here dies with it, and is finished and not recorded as far as Redis knows: the n
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from shared.jobs import JobSpec
 from shared.redis.jobs.ledger import SampleRecord
@@ -98,9 +98,7 @@ class Rewarding:
         self._pieces[asyncio.create_task(scoring)] = samples
 
 
-def forget_unused(known: dict[str, Rewarding], unused_s: float) -> None:
-    """Drop the samples of jobs that were not advanced here for so long: another runner has them."""
+def unused(known: dict[str, Rewarding], unused_s: float) -> list[str]:
+    """Jobs that were not advanced here for so long: another runner has them."""
     before = time.monotonic() - unused_s
-    unused: Iterable[str] = [job for job, rewarding in known.items() if rewarding.used_at < before]
-    for job in unused:
-        known.pop(job).close()
+    return [job for job, rewarding in known.items() if rewarding.used_at < before]

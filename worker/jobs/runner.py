@@ -96,6 +96,7 @@ class RunnerWorker(Worker):  # type: ignore[misc]  # arq has no types
             await settle(self._context, await ledger.spec(job_id), await ledger.progress(job_id))
         except ParallmError as error:  # it has been deleted, or another release has taken it
             log.warning("runner.job_not_settled", job=job_id, error=error.message)
+            self._context.forget(job_id)
             await ledger.settled(job_id)
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:

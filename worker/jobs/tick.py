@@ -91,6 +91,7 @@ async def _advance(context: TickContext, job_id: str, number: int) -> bool:
             work = await JobWork.on(context, spec)
             return await work.advance(time.monotonic() + TICK_S)
     except UnknownJobError:
+        context.forget(job_id)
         return False  # its time to live is over
     except (UnknownModelError, UnknownAdapterError) as error:
         await context.ledger.finish(job_id, "failed", error.message)

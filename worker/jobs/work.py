@@ -98,15 +98,16 @@ class JobWork:
             count = min(count, self._rewarding.room)
         if count <= 0:
             return False
-        lines = await self._ledger.inputs(spec.id, progress.expanded, count)
         if not needs_model(spec):
+            lines = await self._ledger.inputs(spec.id, progress.expanded, count)
             self._reward_given(dict(enumerate(lines, progress.expanded)))
         else:
+            prompts = await self._prompts_of(set(range(progress.expanded, progress.expanded + count)))
             try:
-                await self._enqueue(await self._prepare(dict(enumerate(lines, progress.expanded))))
+                await self._enqueue([prompt for _, prompt in sorted(prompts.items())])
             except QueueFullError:
                 return False  # the cursor stays; what is in flight makes room
-        await self._ledger.expanded(spec.id, progress.expanded + len(lines))
+        await self._ledger.expanded(spec.id, progress.expanded + count)
         return True
 
     async def _enqueue(self, prompts: list[PreparedPrompt]) -> None:
@@ -227,7 +228,7 @@ class JobWork:
         return samples
 
     async def _prompts_of(self, indices: set[int]) -> dict[int, PreparedPrompt]:
-        """Prompts that were expanded, by us a moment ago or by another runner."""
+        """Prompts of a job; those that were prepared here are taken from memory."""
         job_id = self._spec.id
         known = {index: self._context.prompts.get(job_id, index) for index in indices}
         prompts = {index: prompt for index, prompt in known.items() if prompt is not None}
