@@ -1,7 +1,7 @@
 """A job's samples between finished and recorded: their rewards are computed in the background of the ticks.
 
-A reward may take longer than a tick, and a runner has so many ticks at a time: a tick adds what has finished, records
-what has been scored meanwhile, and leaves the rest to the job's next one.
+A reward may take longer than a tick, and a runner has a bounded number of ticks at a time: a tick adds what has
+finished, records what has been scored meanwhile, and leaves the rest to the job's next one.
 
 Invariants. A sample that was added is handed out, scored or bare, until `recorded` confirms it. What a runner holds
 here dies with it, and is finished and not recorded as far as Redis knows: the next runner begins with it.
