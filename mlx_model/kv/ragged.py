@@ -142,12 +142,17 @@ def _of_places(old: mx.array, places_BN: mx.array) -> mx.array:
     return old.reshape(-1, size)[first_BH1 + places_BN[:, None]]
 
 
-def may_be_in_place(caches: Sequence[Any]) -> bool:
-    """True if a decode step may write into these caches in place: plain KV, or packed KV that it reads packed."""
+def may_be_in_place(caches: Sequence[Any], kind: type | None = None) -> bool:
+    """True if a decode step may write into these caches in place: plain KV, or packed KV that it reads packed.
+
+    `kind`: of another plain one.
+    """
     first = packing_of(caches)
     if first is not None and first.read != "packed":
         return False
-    kinds = (BatchKVCache, RaggedKVCache) if first is None else (BatchQuantisedKVCache, RaggedQuantisedKVCache)
+    kinds: tuple[type, ...] = (BatchKVCache, RaggedKVCache) if kind is None else (kind,)
+    if first is not None:
+        kinds = (BatchQuantisedKVCache, RaggedQuantisedKVCache)
     return all(type(each) in kinds and each.keys is not None and packing_of([each]) == first for each in caches)
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any, Literal, cast
 
 import mlx.core as mx
@@ -142,6 +143,23 @@ class SharedKVCache(RaggedKVCache):
         BatchKVCache.__init__(self, [])
         self.state, self.slack = like.state, like.slack
         self.groups, self.beginnings, self.form = groups, beginnings, form
+        self._in_line: tuple[tuple[Hashable, ...], Pair] | None = None
+
+    def in_line(self) -> Pair:
+        """Keys and values of all beginnings, [1, H, positions, D], one behind another in the order of the groups' keys.
+
+        That is how they are stored from then on: only a change of what rows begin with copies them.
+        """
+        order = self.groups.keys
+        if self._in_line is None or self._in_line[0] != order:
+            keys, values = (
+                mx.contiguous(mx.concatenate([self.beginnings[key][at] for key in order], axis=2)) for at in range(2)
+            )
+            ends = list(accumulate(self.beginnings[key][0].shape[2] for key in order))[:-1]
+            parts = zip(mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2), strict=True)
+            self.beginnings = dict(zip(order, parts, strict=True))
+            self._in_line = order, (keys, values)
+        return self._in_line[1]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write these positions; what attention reads."""

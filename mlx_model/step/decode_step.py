@@ -39,8 +39,10 @@ from mlx_model.device import on_cpu
 from mlx_model.joined import join
 from mlx_model.kv.cuda import place
 from mlx_model.kv.cuda.attention import attention_in_place
+from mlx_model.kv.cuda.beginnings import blocks_of
 from mlx_model.kv.quantised import Packing
 from mlx_model.kv.ragged import have_written, packing_of, with_room
+from mlx_model.kv.shared import SharedKVCache
 from mlx_model.sites import EMBEDDINGS, LINEARS, find_sites, shared_inputs
 from mlx_model.step.adapting import BEFORE, BEHIND, Adapting, Parts, adapted_parts
 from mlx_model.step.layer import Layer, Rows, bare, called, layer_of
@@ -67,9 +69,9 @@ class _Functions(NamedTuple):
 class _Compiled:
     """Functions compiled for one number of tokens per row, and for one KV length if KV is written in place."""
 
-    def __init__(self, packing: Packing | None) -> None:
-        """`packing` of the KV that is written in place; None: plain."""
-        self.packing = packing
+    def __init__(self, packing: Packing | None, slots: int) -> None:
+        """`packing` of the KV that is written in place; None: plain. `slots`: of rows with beginnings in common."""
+        self.packing, self.slots = packing, slots
         self.base: _Functions | None = None
         self.parts: dict[Any, Callable[..., Any]] = {}  # by what they compute
         self.latest: dict[int, tuple[Any, Callable[..., Any]]] = {}  # by place, of rows with adapters
@@ -78,12 +80,20 @@ class _Compiled:
 class _Reads:
     """How the KV of a batch is read and written in a forward."""
 
-    def __init__(self, caches: Sequence[Any], count: int, scale: float, mask: Any, *, in_place: bool) -> None:
+    def __init__(self, caches: Sequence[Any], count: int, scale: float, mask: Any, shares: int, in_place: bool) -> None:
+        """`shares`: query heads of a KV head."""
         self._caches, self._count, self._scale, self._mask = caches, count, scale, mask
         self._rows: Rows = (caches[0].offset, caches[0].left_padding) if in_place else ()
         self._kv: Sequence[Arrays] = with_room(caches, count) if in_place else [()] * len(caches)
         self.room = int(caches[0].keys.shape[2]) if in_place else 0  # positions
         self.packing = packing_of(caches) if in_place else None
+        self.slots = 0
+        if in_place and isinstance(caches[0], SharedKVCache):
+            self._kv = [(*kv, *cache.in_line()) for kv, cache in zip(self._kv, caches, strict=True)]
+            blocks = blocks_of(caches[0], self.room, shares * count)
+            padding_B = caches[0].left_padding - blocks.begun_B
+            self._rows = (caches[0].offset, padding_B, blocks.begun_B, *blocks.arrays)
+            self.slots = blocks.slots
 
     def rows(self, at: int) -> Rows:
         """Positions that they have read, as a layer has them."""
@@ -201,7 +211,8 @@ class DecodeStep:
         count = tokens_BL.shape[1]
         in_place = in_place and self.may_be_in_place(caches, count)
         mask = None if in_place else create_attention_mask(tokens_BL, caches[0])
-        return _Reads(caches, count, self._scale, mask, in_place=in_place)
+        of_q, of_k, _ = self._layers[0].heads
+        return _Reads(caches, count, self._scale, mask, of_q // of_k, in_place)
 
     def _give_out(self, count: int, at: int, h_ND: mx.array, qkv: Sequence[mx.array]) -> None:
         """Let a GPU begin with the first layers while the host makes the others: it idles before a check."""
@@ -209,8 +220,8 @@ class DecodeStep:
             mx.async_eval(h_ND, *qkv)  # type: ignore[no-untyped-call]
 
     def _compiled_for(self, count: int, kv: _Reads) -> _Compiled:
-        key = count, kv.room, kv.packing
-        compiled = self._each.setdefault(key, _Compiled(kv.packing))
+        key = count, kv.room, kv.packing, kv.slots
+        compiled = self._each.setdefault(key, _Compiled(kv.packing, kv.slots))
         self._each.move_to_end(key)
         if len(self._each) > MOST_COMPILED:
             self._each.popitem(last=False)
@@ -238,8 +249,8 @@ class DecodeStep:
         if not kv:
             return x
         packing = compiled.packing
-        how = () if packing is None else (packing.bits, packing.group_size)
-        return attention_in_place(x, kv, self._scale, rows, *how)
+        bits, group_size = (0, 0) if packing is None else (packing.bits, packing.group_size)
+        return attention_in_place(x, kv, self._scale, rows, bits, group_size, compiled.slots)
 
     def _step(
         self, compiled: _Compiled, one: Layer, other: Layer, of_one: Parts = (), of_other: Parts = ()

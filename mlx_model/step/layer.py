@@ -17,7 +17,8 @@ from mlx_model.step.cuda.rotary import Rotary
 from mlx_model.step.product import Arrays, Padding, Product, added_and_normed
 
 Rows = tuple[mx.array, ...]
-"""Positions [B] that each row has read; where its KV is written in place, also those before its first one."""
+"""Positions [B] that each row has read; where its KV is written in place, also those before its first one, and what
+`attention_in_place` has of beginnings."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Layer:
             assert self.rotary is not None, "may_place"
             whole = ys[0] if len(ys) == 1 else mx.concatenate(ys, axis=-1)
             whole = whole.astype(kv[0].dtype if packing is None else packing.dtype)
-            return (self.rotary.placed(whole, self.heads, norms[1:], self.eps[-1], rows, kv, packing),)
+            return (self.rotary.placed(whole, self.heads, norms[1:], self.eps[-1], rows[:2], kv, packing),)
         if len(ys) == 1:
             return self._taken_apart(norms, ys[0], offset_B)
         q, k, v = (_by_heads(y, offset_B.shape[0], heads) for y, heads in zip(ys, self.heads, strict=True))

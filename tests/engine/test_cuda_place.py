@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from mlx_model.config import EngineConfig, SpeculationConfig
@@ -16,6 +17,7 @@ from mlx_model.kv.cuda import place
 from mlx_model.kv.kinds import ragged, take_back
 from mlx_model.kv.quantised import BatchQuantisedKVCache, Packing
 from mlx_model.kv.ragged import have_written, may_be_in_place, packing_of, with_room
+from mlx_model.kv.shared import SharedKVCache
 from mlx_model.loader import LoadedModel, load_model
 from mlx_model.step.cuda.rotary import Rotary
 from mlx_model.step.decode_step import DecodeStep
@@ -252,3 +254,54 @@ def test_rows_come_and_go_and_are_taken_back_in_place(
     for drafts in ({}, {name: each for name, each in guesses.items() if name[-1] in "013"}):
         assert said(loaded, drafts) == plain
     assert steps > 200
+
+
+@needs_cuda
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_with_beginnings_in_common_are_read_in_place(
+    head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups and rows alone, of a system prompt and without it, that come, go and are taken back: as MLX computes."""
+    loaded = load_model(EngineConfig(str(write_model(tmp_path / "m", QWEN3_BENCH | {"head_dim": head_dim}))))
+    loaded.model.update(tree_map(lambda each: each.astype(mx.bfloat16), loaded.model.parameters()))
+    taken, is_for = set[tuple[int, int]](), place.is_for
+
+    def noted(caches: Any, count: int, *of: Any) -> bool:
+        is_taken = is_for(caches, count, *of)
+        if is_taken and isinstance(caches[0], SharedKVCache):
+            taken.add((count, len({len(chain) for chain in caches[0].groups.chains})))
+        return is_taken
+
+    monkeypatch.setattr(place, "is_for", noted)
+    prompts = {"a": PROMPTS[5], "b": (*PROMPTS[5][:256], *PROMPTS[2]), "c": PROMPTS[2], "": PROMPTS[1]}
+    guesses: dict[str, tuple[int, ...]] = {}
+    for turn_of_second in (0, 25):
+        config = SpeculationConfig(5, adapts_to_time=False, own_text=False)
+        engine = Engine(loaded, EngineConfig("", max_rows=16, share_prompts="always", speculation=config))
+        said: dict[str, list[int]] = {}
+        logprobs: dict[str, list[float]] = {}
+        for turn in range(2000):
+            if turn in (0, turn_of_second + 1):
+                for name in ("ab", "c")[turn > 0]:
+                    for at in range(4):
+                        of = SamplingParams(30 + 60 * at, at, temperature=1.0, ignore_eos=True)
+                        drafts = guesses.get(name + str(at), ())
+                        spec = SequenceSpec(name + str(at), "m", prompts[name], of, group=name, prediction_ids=drafts)
+                        engine.submit([RowRequest(spec)])
+                engine.submit([RowRequest(SequenceSpec(f"{turn}", "m", prompts[""], SamplingParams(99, turn)))])
+            for event in engine.turn().events:
+                said.setdefault(event.seq, []).extend(event.tokens)
+                logprobs.setdefault(event.seq, []).extend(event.logprobs)
+            engine.settle()
+            if turn > 50 and not engine.busy:
+                break
+        engine.close()
+        for seq, tokens in said.items():
+            ids = [*prompts.get(seq[:1], prompts[""]), *tokens]
+            rows = loaded.model(mx.array([ids[:-1]]))[0, -len(tokens) :].astype(mx.float32)
+            wanted_N = mx.take_along_axis(nn.log_softmax(rows), mx.array(tokens)[:, None], axis=-1)[:, 0]
+            apart = mx.abs(wanted_N - mx.array(logprobs[seq]))
+            assert apart.mean().item() < 0.05 and apart.max().item() < 0.5, seq
+        guesses = {seq: tuple(id_ if at % 4 else 0 for at, id_ in enumerate(ids)) for seq, ids in said.items()}
+    assert any(kinds > 1 for _, kinds in taken), "rows with one beginning, with two, without"
+    assert any(count > 1 for count, _ in taken), "drafts"

@@ -52,7 +52,8 @@ _PIECES = {"tiles": "tensor_cores.cuh", "pack": "pack.cuh"}
 
 @cache  # by names, which compare faster than paths
 def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], *, in_place: bool = False) -> Any:
-    pieces = (_PIECES.get(name, "eight.cuh"), *(["#define IN_PLACE"] if in_place else []))
+    switches = ["#define IN_PLACE"] * in_place + ["#define BEGINNINGS"] * ("blocks" in inputs)
+    pieces = (_PIECES.get(name, "eight.cuh"), *switches)
     return kernel(_HERE / f"{name}.cu", inputs, outputs, pieces, copies=False)
 
 
@@ -119,6 +120,11 @@ def reads_in_place(size: int, dtype: mx.Dtype) -> bool:
     return is_on(SWITCH) and size in _HEAD_SIZES and dtype in _DTYPES
 
 
+def reads_beginnings(size: int, dtype: mx.Dtype) -> bool:
+    """True if it does so over beginnings that rows have in common, too."""
+    return reads_in_place(size, dtype) and size in _TILED_SIZES and dtype in (mx.bfloat16, mx.float16)
+
+
 def attention_in_place(
     queries: mx.array,
     kv: Sequence[mx.array],
@@ -126,16 +132,21 @@ def attention_in_place(
     rows: Sequence[mx.array],
     bits: int = 0,
     group_size: int = 0,
+    slots: int = 0,
 ) -> mx.array:
     """[rows * queries, query heads * size] of queries [rows, heads, queries, size], those of a row one after another.
 
     `kv`: keys and values, as `attention` has them. `rows` [B]: positions that each has read before the first of its
-    queries, and those before the row's own first one.
+    queries, and those before the row's own first one. Where rows have beginnings in common, keys and values of these
+    follow, and how many of each row's positions these are, which are not counted before its first one; then `Blocks`.
     """
     kv_heads, room = kv[0].shape[1:3]
-    read, join = _calls(
-        queries.shape, kv_heads, room, queries.dtype, scale, False, False, bits, group_size, in_place=True
-    )
+    if slots:
+        read, join = _calls_with_beginnings(queries.shape, kv_heads, queries.dtype, scale, rows[3].shape[0], slots)
+    else:
+        read, join = _calls(
+            queries.shape, kv_heads, room, queries.dtype, scale, False, False, bits, group_size, in_place=True
+        )
     part, about = read(inputs=[queries, *kv, *rows])
     (out,) = join(inputs=[part, about, about, queries])
     return cast(mx.array, out)
@@ -169,7 +180,7 @@ def _calls(
     stretches = 1
     while stretches * rows * across < blocks and stretches * 2 * _STRETCH <= positions:
         stretches *= 2
-    seen, of_join = (("offset", "padding"), ("queries",)) if in_place else (("mask",), ())
+    seen = ("offset", "padding") if in_place else ("mask",)
     read = partial(
         _kernel(name, ("queries", "keys", "values", *seen), ("part", "about"), in_place=in_place),
         template=[*template, ("THREADS", threads)],
@@ -178,7 +189,34 @@ def _calls(
         output_shapes=[(rows, query_heads * at_once, stretches, each) for each in (size, 2)],
         output_dtypes=[mx.float32, mx.float32],
     )
-    join = partial(
+    return read, _join(shape, dtype, sinks=sinks, in_place=in_place)
+
+
+@lru_cache(2048)
+def _calls_with_beginnings(
+    shape: tuple[int, int, int, int], kv_heads: int, dtype: mx.Dtype, scale: float, blocks: int, slots: int
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The same in place over beginnings, too."""
+    rows, query_heads, at_once, size = shape
+    kv, of_rows = (
+        ("keys", "values", "before_keys", "before_values"),
+        ("offset", "padding", "begun", "blocks", "members"),
+    )
+    read = partial(
+        _kernel("tiles", ("queries", *kv, *of_rows), ("part", "about"), in_place=True),
+        template=[("T", dtype), ("D", size), ("SCALE", number(scale * _LOG2_E)), ("THREADS", _TILED_THREADS)],
+        grid=(blocks * _TILED_THREADS, kv_heads, 1),
+        threadgroup=(_TILED_THREADS, 1, 1),
+        output_shapes=[(rows, query_heads * at_once, slots, each) for each in (size, 2)],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+    return read, _join(shape, dtype, sinks=False, in_place=True)
+
+
+def _join(shape: tuple[int, int, int, int], dtype: mx.Dtype, *, sinks: bool, in_place: bool) -> Callable[..., Any]:
+    rows, query_heads, at_once, size = shape
+    of_join = ("queries",) if in_place else ()
+    return partial(
         _kernel("join", ("part", "about", "sinks", *of_join), ("out",), in_place=in_place),
         template=[("T", dtype), ("D", size), ("SINKS", sinks)],
         grid=(rows * query_heads * at_once * size // 4, 1, 1),
@@ -186,7 +224,6 @@ def _calls(
         output_shapes=[(rows * at_once, query_heads * size) if in_place else shape],
         output_dtypes=[dtype],
     )
-    return read, join
 
 
 def pack(keys: mx.array, values: mx.array, bits: int, group_size: int, words: int) -> tuple[mx.array, mx.array]:

@@ -16,28 +16,38 @@ step before, and attention is compiled with what lies around it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_model.cuda import is_right
 from mlx_model.kv.cuda import attention as kernels
+from mlx_model.kv.cuda.beginnings import blocks_of
 from mlx_model.kv.quantised import Packing
-from mlx_model.kv.ragged import may_be_in_place, packing_of
+from mlx_model.kv.ragged import RaggedKVCache, may_be_in_place, packing_of
+from mlx_model.kv.shared import Groups, Pair, SharedKVCache, SharedRead
 
 log = logging.getLogger(__name__)
 
 
 def is_for(caches: Sequence[Any], count: int, dtypes: Collection[mx.Dtype], rotary: Any) -> bool:
     """True if a decode step may write `count` tokens of each row in place in these caches."""
-    if count > kernels.MOST_QUERIES or not may_be_in_place(caches):
+    has_beginnings = isinstance(caches[0], SharedKVCache)
+    if count > kernels.MOST_QUERIES or not may_be_in_place(caches, SharedKVCache if has_beginnings else None):
         return False
     packing, (keys, values) = packing_of(caches), (caches[0].keys, caches[0].values)
     dtype, width = (keys.dtype, rotary.size) if packing is None else (packing.dtype, packing.words(rotary.size))
     is_shaped = dtypes == {dtype} and keys.shape == values.shape and keys.shape[3] == width
-    return is_shaped and kernels.reads_in_place(rotary.size, dtype) and _runs(type(rotary).of, packing)
+    if not (is_shaped and kernels.reads_in_place(rotary.size, dtype) and _runs(type(rotary).of, packing)):
+        return False
+    if not has_beginnings:
+        return True
+    leaf = caches[0]
+    is_read = packing is None and leaf.form == "keys" and kernels.reads_beginnings(rotary.size, dtype)
+    return bool(is_read and leaf.groups.keys and _reads_beginnings())
 
 
 @cache
@@ -65,3 +75,37 @@ def _runs(rotary_of: Callable[[Any, int], Any], packing: Packing | None) -> bool
         log.warning("kv.not_in_place error=%s: MLX's own updates write KV", error)
         return False
     return True
+
+
+def _reads_beginnings() -> bool:
+    """True if the kernel reads beginnings as plain operations do, on this machine, with this MLX."""
+    return is_right("kv.beginnings", kernels.SWITCH, _trials)
+
+
+def _trials() -> Iterator[tuple[str, bool]]:
+    lengths: dict[Hashable, int] = {"both": 300, "first": 70, "other": 40}
+    groups = Groups((("both", "first"), ("both", "other"), (), ("both", "first"), ("both",)))
+    rows, kv_heads, room, size = len(groups.chains), 2, 128, 64
+    end_B, padding_B = mx.array([65, 65, 17, 10, 50]), mx.array([60, 5, 0, 1, 20])  # as own positions lie
+    keys = iter(mx.random.split(mx.random.key(0), 4 + 2 * len(lengths)))
+
+    def drawn(*shape: int) -> mx.array:
+        return mx.random.normal(shape, mx.bfloat16, key=next(keys))
+
+    own = RaggedKVCache([0] * rows)
+    own.state = drawn(rows, kv_heads, room, size), drawn(rows, kv_heads, room, size), end_B, padding_B, room
+    beginnings: dict[Hashable, Pair] = {
+        key: (drawn(1, kv_heads, of, size), drawn(1, kv_heads, of, size)) for key, of in lengths.items()
+    }
+    leaf = SharedKVCache(own, groups, {**beginnings})
+    for each, count in ((2, 1), (3, 4)):
+        queries = drawn(rows, kv_heads * each, count, size)
+        blocks = blocks_of(leaf, room, each * count)
+        of_rows = (end_B - padding_B + blocks.begun_B, padding_B - blocks.begun_B, blocks.begun_B, *blocks.arrays)
+        kv = (own.keys, own.values, *leaf.in_line())
+        out = kernels.attention_in_place(queries, kv, size**-0.5, of_rows, slots=blocks.slots)
+        seen = mx.arange(room) <= (end_B[:, None] + mx.arange(count))[:, None, :, None]
+        seen &= mx.arange(room) >= padding_B[:, None, None, None]
+        wanted = SharedRead(groups, {**beginnings}, kv[:2], "keys").attended(queries, size**-0.5, seen)
+        apart = out.reshape(rows, count, -1, size).swapaxes(1, 2).astype(mx.float32) - wanted.astype(mx.float32)
+        yield f"{each} heads {count} queries", bool((mx.abs(apart).max() < 0.03).item())

@@ -8,20 +8,40 @@
   const int kv_heads = keys_shape[1];
   const int query_heads = queries_shape[1], shared_by = query_heads / kv_heads, at_once = queries_shape[2];
   const int of_kv_head = shared_by * at_once;  // queries: those of one head lie side by side
+#ifdef BEGINNINGS  // a block's stretch is of one row's own positions, or of those with which several rows begin
+  const int* const block = blocks + blockIdx.x * 8;  // as `beginnings.py` has them
+  const int own_stretches = block[0], first = block[5], slot = block[6], stretches = block[7];
+  const int* const rows = members + block[3];
+  const int kv_head = blockIdx.y, queries_there = block[4] * of_kv_head, count = min(QUERIES, queries_there - first);
+  const int row = rows[0], low = padding[row] + begun[row], last = padding[row] + offset[row], positions = last + at_once;
+  const int length = own_stretches ? (positions - low + own_stretches - 1) / own_stretches : 0;
+  const int begin = own_stretches ? low + block[1] * length : block[1];
+  const int end = own_stretches ? min(positions, begin + length) : block[2];
+  const T* key_row = own_stretches ? keys + row * keys_strides[0] + kv_head * keys_strides[1]
+                                   : before_keys + kv_head * before_keys_strides[1];
+  const T* value_row = own_stretches ? values + row * values_strides[0] + kv_head * values_strides[1]
+                                     : before_values + kv_head * before_values_strides[1];
+  const long key_step = own_stretches ? keys_strides[2] : before_keys_strides[2];
+  const long value_step = own_stretches ? values_strides[2] : before_values_strides[2];
+  auto row_of = [&](int query) { return rows[query / of_kv_head]; };
+#else
   const int per_head = (of_kv_head + QUERIES - 1) / QUERIES, share = (of_kv_head + per_head - 1) / per_head;
   const int row = blockIdx.z, kv_head = blockIdx.y / per_head;
-  const int first = blockIdx.y % per_head * share, count = min(share, of_kv_head - first);
+  const int first = blockIdx.y % per_head * share, queries_there = of_kv_head, count = min(share, of_kv_head - first);
 #ifdef IN_PLACE
   const int low = padding[row], last = low + offset[row], positions = last + at_once;  // `last`: the first query's own
 #else
   const int low = 0, positions = keys_shape[2];
 #endif
-  const int stretches = gridDim.x, length = (positions - low + stretches - 1) / stretches;
-  const int begin = low + blockIdx.x * length, end = min(positions, begin + length);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, of = lane / 4, at = lane % 4;
-
+  const int stretches = gridDim.x, slot = blockIdx.x, length = (positions - low + stretches - 1) / stretches;
+  const int begin = low + slot * length, end = min(positions, begin + length);
   const T* key_row = keys + row * keys_strides[0] + kv_head * keys_strides[1];
   const T* value_row = values + row * values_strides[0] + kv_head * values_strides[1];
+  const long key_step = keys_strides[2], value_step = values_strides[2];
+  auto row_of = [&](int) { return row; };
+#endif
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, of = lane / 4, at = lane % 4;
+
 #ifdef IN_PLACE
   int until[2];
 #else
@@ -30,14 +50,16 @@
   unsigned query[D / 32][2][4];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int query_at = min(first + of + half * 8, of_kv_head - 1);
-#ifdef IN_PLACE
+    const int query_there = min(first + of + half * 8, queries_there - 1), query_at = query_there % of_kv_head;
+#ifdef BEGINNINGS
+    until[half] = own_stretches ? min(end, last + query_at % at_once + 1) : end;
+#elif defined(IN_PLACE)
     until[half] = min(end, last + query_at % at_once + 1);
 #else
     seen_by[half] =
         MASKED ? reinterpret_cast<const bool*>(mask) + row * mask_strides[0] + query_at % at_once * mask_strides[2] : nullptr;
 #endif
-    const T* from = queries + row * queries_strides[0] + (kv_head * shared_by + query_at / at_once) * queries_strides[1]
+    const T* from = queries + row_of(query_there) * queries_strides[0] + (kv_head * shared_by + query_at / at_once) * queries_strides[1]
         + query_at % at_once * queries_strides[2];
 #pragma unroll
     for (int chunk = 0; chunk < D / 32; chunk++) {
@@ -75,14 +97,14 @@
   auto bring = [&](int base) {
 #pragma unroll
     for (int eight = 0; eight < 2; eight++) {
-      const T* from = key_row + static_cast<long>(min(base + eight * 8 + of, end - 1)) * keys_strides[2] + at * 8;
+      const T* from = key_row + static_cast<long>(min(base + eight * 8 + of, end - 1)) * key_step + at * 8;
 #pragma unroll
       for (int chunk = 0; chunk < D / 32; chunk++) next_key[eight][chunk] = read_often(from + chunk * 32);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int position = base + i / 2 * 8 + at * 2 + i % 2;
-      const T* from = value_row + static_cast<long>(min(position, end - 1)) * values_strides[2] + of * 8;
+      const T* from = value_row + static_cast<long>(min(position, end - 1)) * value_step + of * 8;
 #pragma unroll
       for (int half = 0; half < D / 64; half++) next_value[half][i] = read_often(from + half * 64);
     }
@@ -193,7 +215,8 @@
       sum += sum_of[w][h] * by;
       total += values_of[w][h][number] * by;
     }
-    const long to = ((static_cast<long>(row) * kv_heads + kv_head) * of_kv_head + first + h) * stretches + blockIdx.x;
+    const long of_query = (static_cast<long>(row_of(first + h)) * kv_heads + kv_head) * of_kv_head + (first + h) % of_kv_head;
+    const long to = of_query * stretches + slot;
     part[to * D + number] = total;
     if (number == 0) {
       about[to * 2] = top;
