@@ -84,7 +84,7 @@ def random_folder(
 
 
 def _write_tokenizer(path: Path, vocab_size: int, template: str, text: Sequence[str]) -> None:
-    """A byte-level BPE; ids that training on a small text leaves unused become words of their own."""
+    """A byte-level BPE; ids that training on a small text leaves unused are words that it never makes."""
     draw = random.Random(0)
     text = text or [
         " ".join("".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 7))) for _ in range(40)) for _ in range(300)
@@ -98,9 +98,10 @@ def _write_tokenizer(path: Path, vocab_size: int, template: str, text: Sequence[
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(text, trainer)
-    missing = vocab_size - tokenizer.get_vocab_size()
-    tokenizer.add_tokens([f" w{i:x}" for i in range(missing)])
-    tokenizer.save(str(path / "tokenizer.json"))
+    whole = json.loads(tokenizer.to_str())
+    known = whole["model"]["vocab"]
+    known |= {f"Ġw{at:x}": at for at in range(len(known), vocab_size)}  # as added tokens they load for most of a minute
+    (path / "tokenizer.json").write_text(json.dumps(whole))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
