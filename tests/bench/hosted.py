@@ -284,10 +284,17 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     }
     said(f"decode kept {kept(result)}, {result['train_tok_per_s_beside']:,.0f} train tok/s beside")
     ring.end_streams()
+    training.settle_size()
     idle = [watch(ring, options.stretch_s, training) for _ in range(options.rounds)]
     result["train_tok_per_s_idle"] = median(s.train_tokens / s.seconds for s in idle)
     result["train_steps_per_minute_idle"] = median(60 * s.train_steps / s.seconds for s in idle)
     said(f"idle: {result['train_tok_per_s_idle']:,.0f} train tok/s, microbatches of {training.size.positions}")
+    for size, times in sorted(training.size._times.items()):
+        said(
+            f"  of {1 << size}: {times.seconds:.3f} s each, {times.rate:,.0f} tok/s"
+            if times.known
+            else f"  {1 << size}"
+        )
     groups, training.learner, learner = training.groups, None, None  # type: ignore[assignment]
     result["train_tok_per_s_alone"] = ring.engine.run_between_steps(lambda: train_alone(ring, settings, groups)).result(
         600

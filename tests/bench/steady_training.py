@@ -13,6 +13,7 @@ from trainer.learn.batches import Sample, SampleGroup
 from trainer.learners.policy import PolicyLearner
 
 SETTLE_S = 120.0  # at most
+SETTLE_SIZE_S, STEADY_S = 45.0, 8.0
 
 
 @dataclass
@@ -51,6 +52,16 @@ class Training:
         until = time.monotonic() + SETTLE_S
         while self.steps < 2 and not self.error and time.monotonic() < until:
             time.sleep(0.1)
+        self.stop()
+
+    def settle_size(self) -> None:
+        """Until no other size of a microbatch is tried, each of which is compiled first."""
+        self.start()
+        until, known, since = time.monotonic() + SETTLE_SIZE_S, 0, time.monotonic()
+        while time.monotonic() < min(until, since + STEADY_S) and not self.error:
+            time.sleep(0.1)
+            if (now := sum(1 << size for size in self.size._times) + self.size.positions) != known:
+                known, since = now, time.monotonic()
         self.stop()
 
     def stop(self) -> None:
