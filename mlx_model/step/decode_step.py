@@ -135,6 +135,8 @@ class DecodeStep:
         self._behind = [arrays for _, _, arrays in layers]
         self._dtypes = {inner.norm.weight.dtype, *(each.dtype for _, norms in self._before for each in norms)}
         self._may_place = all(layer.may_place for layer in self._layers)
+        # Of plain KV, in place.
+        self.reads_beginnings = self._may_place and place.reads_beginnings(self._dtypes, self._layers[0].rotary)
         self._embedding = embedding
         tied = self._text.args.tie_word_embeddings
         self._head = embedding.as_linear if tied else called(bare(self._text.lm_head), padding)

@@ -56,6 +56,8 @@ _CLOSE = 0.05  # of the largest logit: fused operations may round otherwise
 class SplitStep:
     """The decode step of one model, with the weights it has when this is created."""
 
+    reads_beginnings = False  # in place
+
     def __init__(self, model: Any, *, compiles: bool) -> None:
         """`compiles`: False computes the same operations one by one."""
         self.model = model

@@ -25,6 +25,8 @@ from tests.engine.kv_models import CONFIGS, VOCAB, Model
 from tests.engine.test_kv_kinds import bench_of, check_like_cold
 from tests.engine.test_speculation import ALWAYS, predicted
 from worker.engine.batch import shared_prompts
+from worker.engine.batch.row import Row
+from worker.engine.messages import RowRequest
 
 SHARING = (*sorted(set(CONFIGS) - {"mamba2"}), "llama 4", "qwen3_5 8", "deepseek_v3 8")
 
@@ -233,6 +235,20 @@ def test_a_batch_takes_the_form_that_pays_and_leaves_it(llama: LoadedModel, monk
     assert forms == [False, True, False]
     bench.run()
     check_like_cold(llama, bench, *alone, *samples, late)
+
+
+@pytest.mark.parametrize(("is_in_place", "shares"), [(True, True), (False, False)])
+def test_on_cuda_less_pays_where_a_kernel_reads_beginnings(
+    is_in_place: bool, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 rows of 2,048 positions of a 4B model on an H200: 0.87 of a step over copies, or twice of it."""
+    monkeypatch.setattr(shared_prompts, "on_cpu", lambda: False)
+    monkeypatch.setattr(shared_prompts, "on_cuda", lambda: True)
+    prompts = shared_prompts.SharedPrompts("auto", 4096, "keys", lambda: is_in_place)
+    rows = [Row(RowRequest(each), frozenset(), None) for each in group("a", prompt_of(2048), 32)]
+    for row in rows:
+        row.kv_versions.add("")
+    assert prompts.pays(rows) == shares
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])

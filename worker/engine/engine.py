@@ -88,7 +88,7 @@ class Engine:
         self.drafting = Drafting(config.speculation, new_kv, drafts, context=loaded.card.context_length)
         form = loaded.kv.shares if self._model.stages == 1 else None
         layer_bytes = self._limits.shared_bytes(1) // max(1, sum(kind_of(leaf).is_cut for leaf in leaves(new_kv)))
-        self._shared = SharedPrompts(config.share_prompts, layer_bytes, form)
+        self._shared = SharedPrompts(config.share_prompts, layer_bytes, form, self._model.reads_beginnings)
         self._batch = batch_of(self._model, config, pieces, self._keeping, self._shared, self.drafting)
         self._lane = PrefillLane(
             self._model, self.prefixes, self._keeping, at_once, pieces, lambda row, kv: self._batch.begun(row, kv)

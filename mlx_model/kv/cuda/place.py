@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_model.cuda import is_right
+from mlx_model.cuda import passes
 from mlx_model.kv.cuda import attention as kernels
 from mlx_model.kv.cuda.beginnings import blocks_of
 from mlx_model.kv.quantised import Packing
@@ -43,11 +43,15 @@ def is_for(caches: Sequence[Any], count: int, dtypes: Collection[mx.Dtype], rota
     is_shaped = dtypes == {dtype} and keys.shape == values.shape and keys.shape[3] == width
     if not (is_shaped and kernels.reads_in_place(rotary.size, dtype) and _runs(type(rotary).of, packing)):
         return False
-    if not has_beginnings:
-        return True
     leaf = caches[0]
-    is_read = packing is None and leaf.form == "keys" and kernels.reads_beginnings(rotary.size, dtype)
-    return bool(is_read and leaf.groups.keys and _reads_beginnings())
+    return not has_beginnings or (
+        leaf.form == "keys" and bool(leaf.groups.keys) and _reads_beginnings(rotary.size, keys.dtype)
+    )
+
+
+def reads_beginnings(dtypes: Collection[mx.Dtype], rotary: Any) -> bool:
+    """True if decode steps may read beginnings that rows have in common in place, of plain KV; compiled by this."""
+    return len(dtypes) == 1 and _reads_beginnings(rotary.size, *dtypes) and _runs(type(rotary).of, None)
 
 
 @cache
@@ -77,20 +81,22 @@ def _runs(rotary_of: Callable[[Any, int], Any], packing: Packing | None) -> bool
     return True
 
 
-def _reads_beginnings() -> bool:
+@cache
+def _reads_beginnings(size: int, dtype: mx.Dtype) -> bool:
     """True if the kernel reads beginnings as plain operations do, on this machine, with this MLX."""
-    return is_right("kv.beginnings", kernels.SWITCH, _trials)
+    may = kernels.reads_beginnings(size, dtype)
+    return may and passes("kv.beginnings", kernels.SWITCH, partial(_trials, size, dtype))
 
 
-def _trials() -> Iterator[tuple[str, bool]]:
+def _trials(size: int, dtype: mx.Dtype) -> Iterator[tuple[str, bool]]:
     lengths: dict[Hashable, int] = {"both": 300, "first": 70, "other": 40}
     groups = Groups((("both", "first"), ("both", "other"), (), ("both", "first"), ("both",)))
-    rows, kv_heads, room, size = len(groups.chains), 2, 128, 64
+    rows, kv_heads, room = len(groups.chains), 2, 128
     end_B, padding_B = mx.array([65, 65, 17, 10, 50]), mx.array([60, 5, 0, 1, 20])  # as own positions lie
     keys = iter(mx.random.split(mx.random.key(0), 4 + 2 * len(lengths)))
 
     def drawn(*shape: int) -> mx.array:
-        return mx.random.normal(shape, mx.bfloat16, key=next(keys))
+        return mx.random.normal(shape, dtype, key=next(keys))
 
     own = RaggedKVCache([0] * rows)
     own.state = drawn(rows, kv_heads, room, size), drawn(rows, kv_heads, room, size), end_B, padding_B, room

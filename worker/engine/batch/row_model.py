@@ -171,6 +171,10 @@ class RowModel:
         quick = self._quick(cache[:-1])
         return quick is not None and quick.may_be_in_place(cache[:-1], 1)
 
+    def reads_beginnings(self) -> bool:
+        """True if a decode step reads what rows begin with in as few operations as copies (kv/cuda/beginnings.py)."""
+        return self._decode_step is not None and self._decode_step.reads_beginnings and not self._kv.packings
+
     def __call__(self, tokens_BL: mx.array, cache: list[Any], *, draws: bool = False, whole: bool = False) -> mx.array:
         """Logits [B, L, V], as the model rounds them.
 

@@ -14,7 +14,7 @@ of PART, as admission counts (`reserved.Reserved`). Decisions depend on rows onl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,9 @@ from worker.engine.reserved import PART, owner_of
 # Bytes of KV in a layer that a step must spare for each beginning, or it takes longer than over copies. On a CPU
 # (2 cores, fp32) steps take 1.1 to 1.3 of the time where 1.1 MB are spared, 1.0 at 2.8 and 0.8 at 4.5 MB. On an H200,
 # of 8 heads of 128 in bfloat16, 32 rows over 8,192 positions spare 1.1 GB and take 0.8 of the time; over 2,048 they
-# spare 0.27 GB and take twice as long.
-LEAST_ON_CPU, LEAST_ON_CUDA = 3 << 20, 800 << 20
+# spare 0.27 GB and take twice as long. Where a kernel reads beginnings it is 0.65 and 0.87; 65 MB: 0.99, and 8 groups
+# that spare 33 MB each: 0.89.
+LEAST_ON_CPU, LEAST_ON_CUDA, LEAST_IN_PLACE = 3 << 20, 800 << 20, 32 << 20
 STAYS = 2  # times as much that a batch must spare to take the form than to stay in it: to change copies all KV
 
 
@@ -59,11 +60,16 @@ Plan = dict[Row, Chain]  # (): a prompt of one id
 class SharedPrompts:
     """Beginnings of the rows of one batch. `layer_bytes`: KV of a position in one layer."""
 
-    def __init__(self, when: SharePrompts, layer_bytes: int = 0, form: Form | None = None) -> None:
-        """`form`: in which the model's layers read beginnings; None: in none."""
+    def __init__(
+        self,
+        when: SharePrompts,
+        layer_bytes: int = 0,
+        form: Form | None = None,
+        is_in_place: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`form`: in which the model's layers read beginnings; None: in none. `is_in_place`: a kernel does, by now."""
         self._when, self._form = when if form else "off", form or "keys"
-        least = LEAST_ON_CPU if on_cpu() else LEAST_ON_CUDA if on_cuda() else 0  # 0: not measured
-        self._least = -(-least // max(1, layer_bytes))  # positions
+        self._layer_bytes, self._is_in_place = layer_bytes, is_in_place
         self.is_needed = False  # copies of all rows would not fit the memory
         self._of: Plan = {}  # of the batch's rows, while beginnings lie apart
         self._computed: dict[Row, Hashable] = {}  # what each row's prompt was computed by; None: shared with no others
@@ -72,6 +78,14 @@ class SharedPrompts:
     def _is_asked(self) -> bool:
         """True if rows share whatever it takes."""
         return self._when == "always" or (self.is_needed and self.may_be)
+
+    @property
+    def _least(self) -> int:
+        """Positions that a step must spare for each beginning; 0: not measured on this device."""
+        if not (on_cpu() or on_cuda()):
+            return 0
+        least = LEAST_ON_CPU if on_cpu() else LEAST_IN_PLACE if self._is_in_place() else LEAST_ON_CUDA
+        return -(-least // max(1, self._layer_bytes))
 
     @property
     def may_be(self) -> bool:
