@@ -430,7 +430,8 @@ def shared(
         if plain.keys is None:  # prompts of one id, which is still to be fed
             return made(plain, groups, {}, form)
         held = {key: part_of(pair, row, of) for key, (row, of) in firsts.items()}
-        plain.keys, plain.values = (each[..., shift:, :] for each in pair)
+        # Without the room behind: a kernel writes in place only where arrays lie in order (ragged.with_room).
+        plain.keys, plain.values = (each[..., shift : plain._idx, :] for each in pair)
         plain.left_padding, plain._idx = left + 0, plain._idx - shift
         return made(plain, groups, held, form)
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
@@ -144,22 +145,33 @@ class SharedKVCache(RaggedKVCache):
         self.state, self.slack = like.state, like.slack
         self.groups, self.beginnings, self.form = groups, beginnings, form
         self._in_line: tuple[tuple[Hashable, ...], Pair] | None = None
+        self._begun = WeakSet[SharedKVCache]()  # of prompts under way
 
     def in_line(self) -> Pair:
-        """Keys and values of all beginnings, [1, H, positions, D], one behind another in the order of the groups' keys.
+        """Keys and values of all beginnings, [1, H, positions, D], one behind another in the order of the groups' keys,
+        and room after them.
 
         That is how they are stored from then on: only a change of what rows begin with copies them.
         """
         order = self.groups.keys
         if self._in_line is None or self._in_line[0] != order:
-            keys, values = (
-                mx.contiguous(mx.concatenate([self.beginnings[key][at] for key in order], axis=2)) for at in range(2)
-            )
-            ends = list(accumulate(self.beginnings[key][0].shape[2] for key in order))[:-1]
-            parts = zip(mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2), strict=True)
-            self.beginnings = dict(zip(order, parts, strict=True))
+            ends = list(accumulate(self.beginnings[key][0].shape[2] for key in order))
+            keys, values = (self._lined_up([self.beginnings[key][at] for key in order], ends[-1]) for at in range(2))
+            parts = (mx.split(each, ends, axis=2)[:-1] for each in (keys, values))
+            self.beginnings = dict(zip(order, zip(*parts, strict=True), strict=True))
             self._in_line = order, (keys, values)
+            for leaf in self._begun:  # lest they keep the arrays that these were in
+                for key, (old, _) in leaf.beginnings.items():
+                    new = self.beginnings.get(key)
+                    if new is not None and new[0].shape == old.shape:
+                        leaf.beginnings[key] = new
         return self._in_line[1]
+
+    def _lined_up(self, arrays: list[mx.array], length: int) -> mx.array:
+        """One behind another, and then whole steps long, as own positions are."""
+        heads, size = arrays[0].shape[1], arrays[0].shape[3]
+        room = mx.zeros((1, heads, -length % self.step, size), arrays[0].dtype)
+        return mx.contiguous(mx.concatenate([*arrays, room], axis=2))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write these positions; what attention reads."""
@@ -198,7 +210,9 @@ class SharedKVCache(RaggedKVCache):
         new, (keys, values) = self._empty(), more or (each[:, :, :0] for each in held[chain[0][0]])
         new.keys, new.values, new._idx = mx.contiguous(keys), mx.contiguous(values), keys.shape[2]
         new.offset = mx.array([new._idx + sum(length for _, length in chain)])
-        return type(self)(cast(Any, new), groups, held, self.form)
+        made = type(self)(cast(Any, new), groups, held, self.form)
+        self._begun.add(made)
+        return made
 
     def _empty(self) -> RaggedKVCache:
         return RaggedKVCache([0])
@@ -207,6 +221,8 @@ class SharedKVCache(RaggedKVCache):
         """Keep the beginnings of the rows at these indices."""
         self.groups = self.groups.of_rows(keep)
         self.beginnings = {key: self.beginnings[key] for key in self.groups.keys if key in self.beginnings}
+        if self._in_line is not None and self._in_line[0] != self.groups.keys:
+            self._in_line = None
 
     def extend(self, other: Any) -> None:
         """Append the rows of a leaf like this one; a beginning that both have is held once."""

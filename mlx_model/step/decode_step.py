@@ -85,15 +85,17 @@ class _Reads:
         self._caches, self._count, self._scale, self._mask = caches, count, scale, mask
         self._rows: Rows = (caches[0].offset, caches[0].left_padding) if in_place else ()
         self._kv: Sequence[Arrays] = with_room(caches, count) if in_place else [()] * len(caches)
-        self.room = int(caches[0].keys.shape[2]) if in_place else 0  # positions
+        room = int(caches[0].keys.shape[2]) if in_place else 0
+        self.sizes: tuple[int, ...] = (room,)  # all but the number of rows that functions are compiled for
         self.packing = packing_of(caches) if in_place else None
         self.slots = 0
         if in_place and isinstance(caches[0], SharedKVCache):
             self._kv = [(*kv, *cache.in_line()) for kv, cache in zip(self._kv, caches, strict=True)]
-            blocks = blocks_of(caches[0], self.room, shares * count)
+            blocks = blocks_of(caches[0], room, shares * count)
             padding_B = caches[0].left_padding - blocks.begun_B
             self._rows = (caches[0].offset, padding_B, blocks.begun_B, *blocks.arrays)
             self.slots = blocks.slots
+            self.sizes += (self.slots, self._kv[0][2].shape[2], *(each.shape[0] for each in blocks.arrays))
 
     def rows(self, at: int) -> Rows:
         """Positions that they have read, as a layer has them."""
@@ -140,7 +142,8 @@ class DecodeStep:
         self._embedding = embedding
         tied = self._text.args.tie_word_embeddings
         self._head = embedding.as_linear if tied else called(bare(self._text.lm_head), padding)
-        self._each: OrderedDict[Any, _Compiled] = OrderedDict()  # by tokens of a row, room, and packing
+        # By tokens of a row, sizes and packing; those of rows that have beginnings in common by themselves.
+        self._each: tuple[OrderedDict[Any, _Compiled], ...] = (OrderedDict(), OrderedDict())
 
     def takes(self, caches: Sequence[Any]) -> bool:
         """True if these are caches of a batch, each with its rows' positions."""
@@ -222,11 +225,11 @@ class DecodeStep:
             mx.async_eval(h_ND, *qkv)  # type: ignore[no-untyped-call]
 
     def _compiled_for(self, count: int, kv: _Reads) -> _Compiled:
-        key = count, kv.room, kv.packing, kv.slots
-        compiled = self._each.setdefault(key, _Compiled(kv.packing, kv.slots))
-        self._each.move_to_end(key)
-        if len(self._each) > MOST_COMPILED:
-            self._each.popitem(last=False)
+        each, key = self._each[kv.slots > 0], (count, kv.sizes, kv.packing)
+        compiled = each.setdefault(key, _Compiled(kv.packing, kv.slots))
+        each.move_to_end(key)
+        if len(each) > MOST_COMPILED:
+            each.popitem(last=False)
         return compiled
 
     def _made(self, compiled: _Compiled) -> _Functions:

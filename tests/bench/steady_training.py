@@ -60,7 +60,7 @@ class Training:
         until, known, since = time.monotonic() + SETTLE_SIZE_S, 0, time.monotonic()
         while time.monotonic() < min(until, since + STEADY_S) and not self.error:
             time.sleep(0.1)
-            if (now := sum(1 << size for size in self.size._times) + self.size.positions) != known:
+            if (now := sum(1 << size for size in list(self.size._times)) + self.size.positions) != known:
                 known, since = now, time.monotonic()
         self.stop()
 

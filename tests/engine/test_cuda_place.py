@@ -1,12 +1,15 @@
 """KV, plain or packed, written and read in place on CUDA: steps say what they say by MLX's updates."""
 
-from itertools import product
+from collections import Counter
+from itertools import accumulate, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
@@ -14,10 +17,11 @@ from mlx_model.config import EngineConfig, SpeculationConfig
 from mlx_model.device import on_cuda
 from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.kv.cuda import place
-from mlx_model.kv.kinds import ragged, take_back
+from mlx_model.kv.cuda.beginnings import QUERIES, _blocks
+from mlx_model.kv.kinds import ragged, shared, take_back
 from mlx_model.kv.quantised import BatchQuantisedKVCache, Packing
-from mlx_model.kv.ragged import have_written, may_be_in_place, packing_of, with_room
-from mlx_model.kv.shared import SharedKVCache
+from mlx_model.kv.ragged import RaggedKVCache, have_written, may_be_in_place, packing_of, with_room
+from mlx_model.kv.shared import Groups, SharedKVCache
 from mlx_model.loader import LoadedModel, load_model
 from mlx_model.step.cuda.rotary import Rotary
 from mlx_model.step.decode_step import DecodeStep
@@ -254,6 +258,80 @@ def test_rows_come_and_go_and_are_taken_back_in_place(
     for drafts in ({}, {name: each for name, each in guesses.items() if name[-1] in "013"}):
         assert said(loaded, drafts) == plain
     assert steps > 200
+
+
+CHAINS = st.lists(st.sampled_from([(), (0,), (0, 1), (0, 2), (0, 2, 3), (4,)]), min_size=1, max_size=9)
+
+
+@given(
+    chains=CHAINS.filter(any),
+    lengths=st.lists(st.sampled_from([1, 63, 128, 257, 600, 1500]), min_size=5, max_size=5),
+    own=st.sampled_from([256, 1024]),
+    heads=st.sampled_from([1, 4, 7, 17]),
+    count=st.sampled_from([1, 3]),
+    kv_heads=st.sampled_from([1, 8]),
+)
+@settings(max_examples=60, deadline=None)
+def test_blocks_read_each_position_once_and_fill_each_slot(
+    chains: list[tuple[int, ...]], lengths: list[int], own: int, heads: int, count: int, kv_heads: int
+) -> None:
+    """As `tiles.cu` does with them: each query of a row reads all of the row's beginnings, and its own positions."""
+    groups, queries = Groups(tuple(chains)), heads * count
+    of_keys = tuple(lengths[key] for key in cast(tuple[int, ...], groups.keys))
+    starts = dict(zip(groups.keys, accumulate(of_keys, initial=0), strict=False))
+    slots, begun_B, (blocks, members) = _blocks(groups, of_keys, own, queries, kv_heads)
+    rows_of, filled = members.tolist(), Counter[tuple[int, int, int]]()
+    read = {(row, query): Counter[int]() for row in range(len(chains)) for query in range(queries)}
+    own_stretches = {row: Counter[int]() for row in range(len(chains))}
+    for stretches, begin, end, first, many, query, slot, of_all in blocks.tolist():
+        assert not many or of_all == slots
+        for at in range(query, min(query + QUERIES, many * queries)):
+            row, of_row = rows_of[first + at // queries], at % queries
+            filled[row, of_row, slot] += 1
+            if stretches:
+                assert many == 1
+                own_stretches[row][begin] += of_row == 0
+            else:
+                read[row, of_row].update(range(begin, end))
+    assert set(filled) == {(*key, slot) for key in read for slot in range(slots)} and set(filled.values()) == {1}
+    assert {tuple(sorted(each.items())) for each in own_stretches.values()} == {
+        tuple((part, 1) for part in range(len(own_stretches[0])))
+    }
+    assert begun_B.tolist() == [sum(lengths[key] for key in chain) for chain in chains]
+    for (row, _), positions in read.items():
+        wanted = [at for key in chains[row] for at in range(starts[key], starts[key] + lengths[key])]
+        assert positions == Counter(wanted)
+
+
+def test_beginnings_lie_in_one_line_and_keep_nothing_else() -> None:
+    def pair(length: int) -> tuple[mx.array, mx.array]:
+        return mx.random.normal((1, 2, length, 4)), mx.random.normal((1, 2, length, 4))
+
+    own = RaggedKVCache([0, 0, 0])
+    own.state = *(mx.zeros((3, 2, 4, 4)) for _ in range(2)), mx.array([4, 4, 4]), mx.array([0, 0, 0]), 4
+    held = {"a": pair(300), "b": pair(40)}
+    leaf = SharedKVCache(own, Groups((("a",), ("a", "b"), ())), {**held})
+    under_way = leaf.begun([("a", 300)], Groups((("a",),)))
+    for at, line in enumerate(leaf.in_line()):
+        assert line.shape == (1, 2, 512, 4)
+        assert mx.array_equal(line[:, :, :340], mx.concatenate([held["a"][at], held["b"][at]], axis=2))
+        assert mx.array_equal(leaf.beginnings["b"][at], held["b"][at])
+    assert leaf.in_line()[0] is leaf.in_line()[0], "copied when something has changed only"
+    leaf.keep_rows([0])
+    assert leaf.in_line()[0].shape == (1, 2, 512, 4) and list(leaf.beginnings) == ["a"]
+    assert under_way.beginnings["a"][0] is leaf.beginnings["a"][0], "not what it was cut from before"
+    leaf.keep_rows([])
+    assert leaf._in_line is None
+
+
+def test_what_is_written_in_place_lies_in_order_behind_a_beginning() -> None:
+    """The kernel that writes counts by rows and heads; of a longer array's end they would lie further apart."""
+    leaf = RaggedKVCache([0, 0])  # 64 positions of a prefix cache, and then as many as an update made room for
+    leaf.state = *(mx.zeros((2, 2, 64 + 256, 4)) for _ in range(2)), mx.array([70, 70]), mx.array([0, 0]), 70
+    together, _ = shared([leaf], [[("", 64)]] * 2, [0, 0])
+    for pair in with_room(together, 1):
+        mx.eval(pair)
+        assert all(memoryview(each).c_contiguous for each in pair)  # type: ignore[arg-type]
 
 
 @needs_cuda

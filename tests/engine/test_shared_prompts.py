@@ -246,8 +246,8 @@ def test_on_cuda_less_pays_where_a_kernel_reads_beginnings(
     monkeypatch.setattr(shared_prompts, "on_cuda", lambda: True)
     prompts = shared_prompts.SharedPrompts("auto", 4096, "keys", lambda: is_in_place)
     rows = [Row(RowRequest(each), frozenset(), None) for each in group("a", prompt_of(2048), 32)]
-    for row in rows:
-        row.kv_versions.add("")
+    for each in rows:
+        each.kv_versions.add("")
     assert prompts.pays(rows) == shares
 
 

@@ -14,8 +14,8 @@ While nothing else computes between microbatches, no row waits, and they may tak
 prompt's piece may take then, and several times the memory, which no row's KV needs.
 
 Invariants. Between one position and the largest size that the settings allow; without a bound always that size. A size
-that keeps the bound is taken if it reaches half of the best rate that was seen, or four fifths while nothing else
-computes; otherwise the smallest that reaches it, or a train step would take many times as long for little.
+that keeps the bound is taken if it reaches half of the best rate that was seen; otherwise the smallest that reaches it,
+or a train step would take many times as long for little.
 """
 
 from collections import deque
@@ -32,7 +32,6 @@ PATIENCE = 16.0  # bounds: what the next size is expected to take at most, while
 BUMP = 2  # sizes that a bump in the curve may span
 IN_PROPORTION = 1.7  # times as long for twice the size, over so many sizes: work by now, not the start of operations
 ENOUGH = 0.5  # of the best rate
-ENOUGH_ALONE = 0.8  # while nothing else computes
 MARGIN = 1.25  # bytes of a position grow with the size
 CHANGED = 2.0  # the machine is another one when a known size takes this many times as long, or as short
 
@@ -128,8 +127,7 @@ class MicrobatchSize:
 
     def _best(self, known: "dict[int, _Times]") -> int:
         best = max(times.rate for times in known.values())
-        share = ENOUGH if self._times_bounds == 1 else ENOUGH_ALONE
-        enough = [size for size, times in known.items() if times.rate >= share * best]
+        enough = [size for size, times in known.items() if times.rate >= ENOUGH * best]
         kept = [size for size in enough if known[size].seconds <= self._allowed_s]
         return kept[-1] if kept else enough[0]
 

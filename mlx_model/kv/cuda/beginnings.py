@@ -18,6 +18,7 @@ from mlx_model.kv.shared import Groups, SharedKVCache
 
 QUERIES = 16  # of a block
 _BLOCKS = 396  # three for each of an H200's 132 multiprocessors
+_STEP = 64  # blocks, and members
 _STRETCHES = (512, 256, 128)  # positions that a block reads of a beginning
 
 
@@ -26,9 +27,7 @@ class Blocks(NamedTuple):
 
     slots: int  # of each row, some of which may stay empty
     begun_B: mx.array  # positions of each row that are beginnings
-    arrays: tuple[
-        mx.array, ...
-    ]  # blocks, as `tiles.cu` has them [N, 8], and rows of each beginning, one behind another
+    arrays: tuple[mx.array, mx.array]  # blocks [N, 8], as `tiles.cu` has them; rows of each beginning in turn
 
 
 def blocks_of(leaf: SharedKVCache, own: int, queries: int) -> Blocks:
@@ -68,5 +67,8 @@ def _blocks(groups: Groups, lengths: tuple[int, ...], own: int, queries: int, kv
     for row, used in enumerate(slots_B):
         add([row], [(own_parts, part, 0) for part in range(own_parts)], 0)
         add([row], [(0, 0, 0)] * (slots - used), used)
+    # Few shapes: what is compiled for one is not forgotten before its key is (`DecodeStep`).
+    blocks += [(0,) * 8] * (-len(blocks) % _STEP)
+    members += [0] * (-len(members) % _STEP)
     begun_B = mx.array([sum(sizes[key] for key in chain) for chain in groups.chains])
     return Blocks(slots, begun_B, (mx.array(blocks), mx.array(members)))

@@ -11,6 +11,7 @@
 #ifdef BEGINNINGS  // a block's stretch is of one row's own positions, or of those with which several rows begin
   const int* const block = blocks + blockIdx.x * 8;  // as `beginnings.py` has them
   const int own_stretches = block[0], first = block[5], slot = block[6], stretches = block[7];
+  if (block[4] == 0) return;  // one that is there for the shape only
   const int* const rows = members + block[3];
   const int kv_head = blockIdx.y, queries_there = block[4] * of_kv_head, count = min(QUERIES, queries_there - first);
   const int row = rows[0], low = padding[row] + begun[row], last = padding[row] + offset[row], positions = last + at_once;

@@ -172,8 +172,12 @@ class RowModel:
         return quick is not None and quick.may_be_in_place(cache[:-1], 1)
 
     def reads_beginnings(self) -> bool:
-        """True if a decode step reads what rows begin with in as few operations as copies (kv/cuda/beginnings.py)."""
-        return self._decode_step is not None and self._decode_step.reads_beginnings and not self._kv.packings
+        """True if a decode step reads what rows begin with in as few operations as copies (kv/cuda/beginnings.py).
+
+        False of several ranks: each tries the kernel by itself, and all must share the same beginnings.
+        """
+        step = self._decode_step
+        return step is not None and step.reads_beginnings and not self._kv.packings and self._ranks is None
 
     def __call__(self, tokens_BL: mx.array, cache: list[Any], *, draws: bool = False, whole: bool = False) -> mx.array:
         """Logits [B, L, V], as the model rounds them.
