@@ -350,7 +350,7 @@ START = st.tuples(st.integers(1, 3), st.integers(0, 9))  # rows of a group, and 
 STEP = st.one_of(
     st.tuples(st.just("join"), START),
     st.tuples(st.just("leave"), st.integers(1, 6)),
-    st.tuples(st.just("take back"), st.lists(st.integers(0, 2), min_size=12, max_size=12)),
+    st.tuples(st.just("take back"), st.lists(st.integers(0, 2), min_size=24, max_size=24)),
     st.tuples(st.just("change"), st.none()),
     st.tuples(st.just("divide"), st.none()),
 )
