@@ -289,12 +289,9 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     result["train_tok_per_s_idle"] = median(s.train_tokens / s.seconds for s in idle)
     result["train_steps_per_minute_idle"] = median(60 * s.train_steps / s.seconds for s in idle)
     said(f"idle: {result['train_tok_per_s_idle']:,.0f} train tok/s, microbatches of {training.size.positions}")
-    for size, times in sorted(training.size._times.items()):
-        said(
-            f"  of {1 << size}: {times.seconds:.3f} s each, {times.rate:,.0f} tok/s"
-            if times.known
-            else f"  {1 << size}"
-        )
+    for size, times in sorted(training.times.items()):
+        seconds, tokens = map(median, zip(*times, strict=True))
+        said(f"  cut to {size}: {seconds:.3f} s each, {tokens / seconds:,.0f} tok/s, {len(times)} times")
     groups, training.learner, learner = training.groups, None, None  # type: ignore[assignment]
     result["train_tok_per_s_alone"] = ring.engine.run_between_steps(lambda: train_alone(ring, settings, groups)).result(
         600

@@ -27,6 +27,7 @@ class Training:
     tokens: int = 0
     peak_bytes: int = 0
     on: bool = False
+    times: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # by size: seconds and completion tokens
     error: Exception | None = None
     _work: Any = field(default=None, repr=False)
 
@@ -37,6 +38,7 @@ class Training:
 
         def count(asked: int, positions: int, tokens: int, seconds: float, nbytes: int = 0, **how: Any) -> None:
             self.tokens += tokens
+            self.times.setdefault(asked, []).append((seconds, tokens))
             self.peak_bytes = max(self.peak_bytes, mx.get_peak_memory())  # which every microbatch measures anew
             took(asked, positions, tokens, seconds, nbytes, **how)
 
@@ -60,7 +62,7 @@ class Training:
         until, known, since = time.monotonic() + SETTLE_SIZE_S, 0, time.monotonic()
         while time.monotonic() < min(until, since + STEADY_S) and not self.error:
             time.sleep(0.1)
-            if (now := sum(1 << size for size in list(self.size._times)) + self.size.positions) != known:
+            if (now := len(self.times)) != known:
                 known, since = now, time.monotonic()
         self.stop()
 

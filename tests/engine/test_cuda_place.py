@@ -17,7 +17,7 @@ from mlx_model.config import EngineConfig, SpeculationConfig
 from mlx_model.device import on_cuda
 from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.kv.cuda import place
-from mlx_model.kv.cuda.beginnings import QUERIES, _blocks
+from mlx_model.kv.cuda.beginnings import QUERIES, blocks_of
 from mlx_model.kv.kinds import ragged, shared, take_back
 from mlx_model.kv.quantised import BatchQuantisedKVCache, Packing
 from mlx_model.kv.ragged import RaggedKVCache, have_written, may_be_in_place, packing_of, with_room
@@ -277,9 +277,11 @@ def test_blocks_read_each_position_once_and_fill_each_slot(
 ) -> None:
     """As `tiles.cu` does with them: each query of a row reads all of the row's beginnings, and its own positions."""
     groups, queries = Groups(tuple(chains)), heads * count
-    of_keys = tuple(lengths[key] for key in cast(tuple[int, ...], groups.keys))
-    starts = dict(zip(groups.keys, accumulate(of_keys, initial=0), strict=False))
-    slots, begun_B, (blocks, members) = _blocks(groups, of_keys, own, queries, kv_heads)
+    ends = dict(zip(groups.keys, accumulate(lengths[cast(int, key)] for key in groups.keys), strict=True))
+    held = {key: (mx.zeros((1, kv_heads, lengths[cast(int, key)], 4)),) * 2 for key in groups.keys}
+    rows = RaggedKVCache([0] * len(chains))
+    rows.state = *(mx.zeros((len(chains), kv_heads, 1, 4)) for _ in range(2)), mx.array([1]), mx.array([0]), 1
+    slots, begun_B, (blocks, members) = blocks_of(SharedKVCache(rows, groups, held), own, queries)
     rows_of, filled = members.tolist(), Counter[tuple[int, int, int]]()
     read = {(row, query): Counter[int]() for row in range(len(chains)) for query in range(queries)}
     own_stretches = {row: Counter[int]() for row in range(len(chains))}
@@ -299,7 +301,7 @@ def test_blocks_read_each_position_once_and_fill_each_slot(
     }
     assert begun_B.tolist() == [sum(lengths[key] for key in chain) for chain in chains]
     for (row, _), positions in read.items():
-        wanted = [at for key in chains[row] for at in range(starts[key], starts[key] + lengths[key])]
+        wanted = [at for key in chains[row] for at in range(ends[key] - lengths[key], ends[key])]
         assert positions == Counter(wanted)
 
 
@@ -320,8 +322,11 @@ def test_beginnings_lie_in_one_line_and_keep_nothing_else() -> None:
     leaf.keep_rows([0])
     assert leaf.in_line()[0].shape == (1, 2, 512, 4) and list(leaf.beginnings) == ["a"]
     assert under_way.beginnings["a"][0] is leaf.beginnings["a"][0], "not what it was cut from before"
+    under_way.beginnings.clear()
+    mx.eval(leaf.in_line())
+    before = mx.get_active_memory()
     leaf.keep_rows([])
-    assert leaf._in_line is None
+    assert mx.get_active_memory() <= before - 2 * 2 * 512 * 4 * 4, "nothing of them is left"
 
 
 def test_what_is_written_in_place_lies_in_order_behind_a_beginning() -> None:

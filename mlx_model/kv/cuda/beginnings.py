@@ -23,7 +23,7 @@ _STRETCHES = (512, 256, 128)  # positions that a block reads of a beginning
 
 
 class Blocks(NamedTuple):
-    """What the blocks read: of one composition of a batch, for all its layers."""
+    """Each block of a launch reads what is listed here; all layers of a batch have the same blocks."""
 
     slots: int  # of each row, some of which may stay empty
     begun_B: mx.array  # positions of each row that are beginnings
