@@ -171,7 +171,7 @@ class SharedKVCache(RaggedKVCache):
         """One behind another, and then whole steps long, as own positions are."""
         heads, size = arrays[0].shape[1], arrays[0].shape[3]
         room = mx.zeros((1, heads, -length % self.step, size), arrays[0].dtype)
-        return mx.contiguous(mx.concatenate([*arrays, room], axis=2))
+        return mx.concatenate([*arrays, room], axis=2)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write these positions; what attention reads."""

@@ -17,7 +17,7 @@ from mlx_model.config import EngineConfig, SpeculationConfig
 from mlx_model.device import on_cuda
 from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.kv.cuda import place
-from mlx_model.kv.cuda.beginnings import QUERIES, blocks_of
+from mlx_model.kv.cuda.beginnings import blocks_of
 from mlx_model.kv.kinds import ragged, shared, take_back
 from mlx_model.kv.quantised import BatchQuantisedKVCache, Packing
 from mlx_model.kv.ragged import RaggedKVCache, have_written, may_be_in_place, packing_of, with_room
@@ -287,7 +287,7 @@ def test_blocks_read_each_position_once_and_fill_each_slot(
     own_stretches = {row: Counter[int]() for row in range(len(chains))}
     for stretches, begin, end, first, many, query, slot, of_all in blocks.tolist():
         assert not many or of_all == slots
-        for at in range(query, min(query + QUERIES, many * queries)):
+        for at in range(query, min(query + cuda_attention.TILED_QUERIES, many * queries)):
             row, of_row = rows_of[first + at // queries], at % queries
             filled[row, of_row, slot] += 1
             if stretches:

@@ -43,9 +43,9 @@ _BLOCKS = 1056  # eight for each of an H200's 132 multiprocessors
 _STRETCH = 128  # positions that a block reads, at least
 _TILED_SIZES = (64, 128)
 _TILED_FROM = 5  # queries that share a KV head; below, `read.cu` waits for memory only
-_TILED_QUERIES = 16  # of a block of `tiles.cu`
+TILED_QUERIES = 16  # of a block of `tiles.cu`
 _TILED_THREADS = 64
-_TILED_BLOCKS = 396
+TILED_BLOCKS = 396
 _JOIN_THREADS = 256
 _PIECES = {"tiles": "tensor_cores.cuh", "pack": "pack.cuh"}
 
@@ -122,7 +122,7 @@ def reads_in_place(size: int, dtype: mx.Dtype) -> bool:
 
 def reads_beginnings(size: int, dtype: mx.Dtype) -> bool:
     """True if it does so over beginnings that rows have in common, too."""
-    return reads_in_place(size, dtype) and size in _TILED_SIZES and dtype in (mx.bfloat16, mx.float16)
+    return reads_in_place(size, dtype) and _is_tiled(dtype, size, TILED_QUERIES)
 
 
 def attention_in_place(
@@ -171,7 +171,7 @@ def _calls(
     template = [("T", dtype), ("D", size), ("MASKED", masked), ("SCALE", number(scale * _LOG2_E))]
     shared_by = query_heads // kv_heads * at_once
     if not bits and _is_tiled(dtype, size, shared_by):
-        name, threads, at_a_time, blocks = "tiles", _TILED_THREADS, _TILED_QUERIES, _TILED_BLOCKS
+        name, threads, at_a_time, blocks = "tiles", _TILED_THREADS, TILED_QUERIES, TILED_BLOCKS
     else:
         at_a_time = 1 if shared_by == 1 else 2 if shared_by == 2 else 4
         name, threads, blocks = "read", _THREADS, _BLOCKS

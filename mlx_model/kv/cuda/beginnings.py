@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_model.kv.cuda.attention import TILED_BLOCKS, TILED_QUERIES
 from mlx_model.kv.shared import Groups, SharedKVCache
 
-QUERIES = 16  # of a block
-_BLOCKS = 396  # three for each of an H200's 132 multiprocessors
 _STEP = 64  # blocks, and members
 _STRETCHES = (512, 256, 128)  # positions that a block reads of a beginning
 
@@ -42,12 +41,14 @@ def _blocks(groups: Groups, lengths: tuple[int, ...], own: int, queries: int, kv
     sizes = dict(zip(groups.keys, lengths, strict=True))
     starts = dict(zip(groups.keys, accumulate(lengths, initial=0), strict=False))
     of_keys = {key: of for level in groups.levels for key, of in level.rows.items()}
-    many = {key: -(-len(of) * queries // QUERIES) for key, of in of_keys.items()}
+    many = {key: -(-len(of) * queries // TILED_QUERIES) for key, of in of_keys.items()}
 
     def stretches(length: int) -> dict[Hashable, int]:
         return {key: -(-size // length) for key, size in sizes.items()}
 
-    found = (each for each in _STRETCHES if kv_heads * sum(many[k] * n for k, n in stretches(each).items()) >= _BLOCKS)
+    found = (
+        each for each in _STRETCHES if kv_heads * sum(many[k] * n for k, n in stretches(each).items()) >= TILED_BLOCKS
+    )
     length = next(found, _STRETCHES[-1])
     parts, own_parts = stretches(length), max(1, own // _STRETCHES[0])
     slots_B = [own_parts + sum(parts[key] for key in chain) for chain in groups.chains]
@@ -57,7 +58,7 @@ def _blocks(groups: Groups, lengths: tuple[int, ...], own: int, queries: int, kv
     def add(of: Sequence[int], reads: Sequence[Sequence[int]], slot: int) -> None:
         first = len(members)
         members.extend(of)
-        for query in range(0, len(of) * queries, QUERIES):
+        for query in range(0, len(of) * queries, TILED_QUERIES):
             blocks.extend((*each, first, len(of), query, slot + at, slots) for at, each in enumerate(reads))
 
     for key, of in of_keys.items():

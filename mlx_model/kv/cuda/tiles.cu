@@ -60,8 +60,8 @@
     seen_by[half] =
         MASKED ? reinterpret_cast<const bool*>(mask) + row * mask_strides[0] + query_at % at_once * mask_strides[2] : nullptr;
 #endif
-    const T* from = queries + row_of(query_there) * queries_strides[0] + (kv_head * shared_by + query_at / at_once) * queries_strides[1]
-        + query_at % at_once * queries_strides[2];
+    const T* from = queries + row_of(query_there) * queries_strides[0]
+        + (kv_head * shared_by + query_at / at_once) * queries_strides[1] + query_at % at_once * queries_strides[2];
 #pragma unroll
     for (int chunk = 0; chunk < D / 32; chunk++) {
 #pragma unroll
@@ -216,8 +216,9 @@
       sum += sum_of[w][h] * by;
       total += values_of[w][h][number] * by;
     }
-    const long of_query = (static_cast<long>(row_of(first + h)) * kv_heads + kv_head) * of_kv_head + (first + h) % of_kv_head;
-    const long to = of_query * stretches + slot;
+    const int query_at = first + h;
+    const long of_row = static_cast<long>(row_of(query_at)) * kv_heads + kv_head;
+    const long to = (of_row * of_kv_head + query_at % of_kv_head) * stretches + slot;
     part[to * D + number] = total;
     if (number == 0) {
       about[to * 2] = top;
