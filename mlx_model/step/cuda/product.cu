@@ -5,6 +5,11 @@
   constexpr int PER = 8, TILES = ROWS / 8, MADE = GATED ? OUTPUTS / 2 : OUTPUTS;
   const int begin = blockIdx.y * ROWS, rows = min(ROWS, x_shape[0] - begin);
   const int inputs = x_shape[1], outputs = weight_shape[0];
+#ifdef CHANGED
+  const int all = outputs + inner_products(a_shape);
+#else
+  const int all = outputs;
+#endif
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, place = lane % 4;
   const int first = blockIdx.x * MADE;
 
@@ -12,7 +17,12 @@
 #pragma unroll
   for (int i = 0; i < OUTPUTS / 8; i++) {
     const int which = i * 8, output = first + group + which % MADE + which / MADE * (outputs / 2);
-    weights[i] = weight + static_cast<long>(min(output, outputs - 1)) * inputs + place * PER;
+    const int row = min(output, all - 1);
+    const T* from = weight + static_cast<long>(row) * inputs;
+#ifdef CHANGED
+    if (row >= outputs) from = row_of_a(a, a_shape, row - outputs);
+#endif
+    weights[i] = from + place * PER;
   }
   const T* xs[TILES];
 #pragma unroll
@@ -65,6 +75,13 @@
     float total = 0.0f;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) total += parts[i][row][output];
+#ifdef CHANGED
+    if (first + output >= width) {
+      const int inner = first + output - width;
+      if (inner < all - width) h[static_cast<long>(begin + row) * (all - width) + inner] = total;
+      continue;
+    }
+#endif
     T made = static_cast<T>(total);
     if constexpr (GATED) {
       float up = 0.0f;
