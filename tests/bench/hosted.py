@@ -284,10 +284,7 @@ def bench(options: Options, folder: Path) -> dict[str, Any]:
     }
     said(f"decode kept {kept(result)}, {result['train_tok_per_s_beside']:,.0f} train tok/s beside")
     ring.end_streams()
-    training.settle_size()
-    idle = [watch(ring, options.stretch_s, training) for _ in range(options.rounds)]
-    result["train_tok_per_s_idle"] = median(s.train_tokens / s.seconds for s in idle)
-    result["train_steps_per_minute_idle"] = median(60 * s.train_steps / s.seconds for s in idle)
+    result["train_tok_per_s_idle"] = training.steady_rate(ALONE_STEPS)
     said(f"idle: {result['train_tok_per_s_idle']:,.0f} train tok/s, microbatches of {training.size.positions}")
     for size, times in sorted(training.times.items()):
         seconds, tokens = map(median, zip(*times, strict=True))
@@ -392,7 +389,7 @@ def report(r: dict[str, Any]) -> None:
         f"train           {rates['train_tok_per_s_beside']} tok/s in {r['time_share_beside']:.2f} of the time", end=""
     )
     print(f", {r['train_steps_per_minute_beside']:.1f} train steps a minute")
-    print(f"  idle worker   {rates['train_tok_per_s_idle']} tok/s, {r['train_steps_per_minute_idle']:.1f} a minute")
+    print(f"  idle worker   {rates['train_tok_per_s_idle']} tok/s")
     print(f"  alone         {rates['train_tok_per_s_alone']} tok/s; idle over alone {r['idle_over_alone']:.2f}")
     print(f"  utilisation   {r['mfu_alone']:.3f} alone, {r['mfu_idle']:.3f} idle, {r['mfu_beside']:.3f} beside streams")
     print(f"unit            {r['unit_ms_beside']:.0f} ms, microbatches of {r['microbatch_positions']} positions")

@@ -27,6 +27,7 @@ class Training:
     tokens: int = 0
     peak_bytes: int = 0
     on: bool = False
+    ended: list[float] = field(default_factory=list)  # when each train step did
     times: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # by size: seconds and completion tokens
     error: Exception | None = None
     _work: Any = field(default=None, repr=False)
@@ -90,7 +91,25 @@ class Training:
             return
         assert report.updated, report
         self.steps += 1
+        self.ended.append(time.perf_counter())
         self._next()
+
+    def steady_rate(self, steps: int) -> float:
+        """Tokens a second over whole train steps, once the size of a microbatch is found."""
+        self.settle_size()
+        first = len(self.ended)
+        self.start()
+        until = time.monotonic() + SETTLE_S
+        while len(self.ended) <= first + steps and not self.error and time.monotonic() < until:
+            time.sleep(0.01)
+        self.stop()
+        if self.error:
+            raise self.error
+        ended = self.ended[first : first + steps + 1]
+        if len(ended) < 2:
+            raise RuntimeError(f"no two train steps ended within {SETTLE_S:.0f} s")
+        tokens = sum(len(sample.mask) for group in self.groups for sample in group.samples)
+        return tokens * (len(ended) - 1) / (ended[-1] - ended[0])
 
 
 def random_groups(groups: int, samples: int, prompt: int, completion: int, vocab: int) -> list[SampleGroup]:

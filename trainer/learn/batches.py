@@ -218,8 +218,9 @@ def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iter
     """Cut groups into microbatches of at most this many positions; a sample is never cut.
 
     `size` is asked anew for each microbatch, right before it is cut. Groups of similar prompt length go together, so
-    that little is padding. A group that is too large for one microbatch is divided, and its prompt is computed once in
-    each part.
+    that little is padding. A group that does not fit is divided, and its prompt is computed once in each part: if it is
+    too large for one microbatch, or if a part that is no more prompt than completions fits behind other groups. On a
+    GPU a small microbatch takes as long as one that is several times as large.
     """
     waiting = deque(sorted(groups, key=lambda group: (len(group.prompt_ids), group.id)))
     while waiting:
@@ -228,11 +229,13 @@ def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iter
         while waiting and waiting[0].tokens <= left:
             batch.append(waiting.popleft())
             left -= batch[-1].tokens
-        if not batch:
-            part, rest = _divide(waiting.popleft(), left)
-            batch.append(part)
-            if rest.samples:
-                waiting.appendleft(rest)
+        if waiting:
+            part, rest = _divide(waiting[0], left)
+            if not batch or 2 * len(part.prompt_ids) <= part.tokens <= left:
+                batch.append(part)
+                waiting.popleft()
+                if rest.samples:
+                    waiting.appendleft(rest)
         yield batch
 
 

@@ -1,12 +1,9 @@
-// What adapters change in a product: y += x A B, of each row's own A and B. The A of all slots but the first, the base's,
-// are further outputs of the product, [slots, ranks, in]: a row's are few of them, but none is an operation of its own.
+// What adapters change in a product: y += x A B, of each row's own A and B. Outputs of the A of all slots but the first,
+// the base's, are further outputs of the product: a row needs few of them, but none is an operation of its own.
+// A is [slots, ranks, in].
 template <typename Shape>
-__device__ int inner_products(const Shape& a) { return (a[0] - 1) * a[1]; }
-
-// A's row behind the weights' last one.
-template <typename T, typename Shape>
-__device__ const T* row_of_a(const T* a, const Shape& shape, int behind) {
-  return a + static_cast<long>(shape[1] + behind) * shape[2];
+__device__ int inner_products(const Shape& a) {
+  return (a[0] - 1) * a[1];
 }
 
 // PER outputs changed by h B; `b` is at the first of them, and RANK rows of it lie `width` apart.

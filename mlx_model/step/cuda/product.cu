@@ -5,11 +5,7 @@
   constexpr int PER = 8, TILES = ROWS / 8, MADE = GATED ? OUTPUTS / 2 : OUTPUTS;
   const int begin = blockIdx.y * ROWS, rows = min(ROWS, x_shape[0] - begin);
   const int inputs = x_shape[1], outputs = weight_shape[0];
-#ifdef CHANGED
-  const int all = outputs + inner_products(a_shape);
-#else
-  const int all = outputs;
-#endif
+  const int all = outputs + (!GATED && more_ndim == 3 ? inner_products(more_shape) : 0);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, place = lane % 4;
   const int first = blockIdx.x * MADE;
 
@@ -19,9 +15,7 @@
     const int which = i * 8, output = first + group + which % MADE + which / MADE * (outputs / 2);
     const int row = min(output, all - 1);
     const T* from = weight + static_cast<long>(row) * inputs;
-#ifdef CHANGED
-    if (row >= outputs) from = row_of_a(a, a_shape, row - outputs);
-#endif
+    if (!GATED && row >= outputs) from = more + static_cast<long>(more_shape[1] + row - outputs) * inputs;
     weights[i] = from + place * PER;
   }
   const T* xs[TILES];
@@ -61,7 +55,7 @@
     add(cuda::std::integral_constant<int, 1>{}, at * 32);
 
   __shared__ float parts[WARPS][ROWS][OUTPUTS + 1];  // one more, lest columns share a bank
-  const int width = GATED ? outputs / 2 : outputs;
+  const int width = GATED ? outputs / 2 : all;
 #pragma unroll
   for (int tile = 0; tile < OUTPUTS / 16; tile++)
 #pragma unroll
@@ -75,13 +69,6 @@
     float total = 0.0f;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) total += parts[i][row][output];
-#ifdef CHANGED
-    if (first + output >= width) {
-      const int inner = first + output - width;
-      if (inner < all - width) h[static_cast<long>(begin + row) * (all - width) + inner] = total;
-      continue;
-    }
-#endif
     T made = static_cast<T>(total);
     if constexpr (GATED) {
       float up = 0.0f;

@@ -2,16 +2,14 @@
 // outputs, with GATED half of them of each half of the weights, and one of SPLITS stretches of the inputs: if there are
 // several, y has the sums of each, which `product_sum.cu` adds up. What it multiplies comes into shared memory 64 inputs
 // at a time, STAGES - 2 such steps ahead. A row of a step is 128 bytes, whose eighths are swapped by the row's number
-// (`warpgroups.cuh`). CHANGED: as in `product.cu`.
+// (`warpgroups.cuh`). `more` is as in `product.cu`, but for the widest blocks of most threads: these have no register left.
   constexpr int STEP = 64, ROWS = GROUPS * 64, MADE = GATED ? OUTPUTS / 2 : OUTPUTS, STAGE = (ROWS + OUTPUTS) * STEP;
   extern __shared__ unsigned char memory[];
   T* const stages = reinterpret_cast<T*>(memory + (-__cvta_generic_to_shared(memory) & 1023));
-  const int rows = x_shape[0], inputs = x_shape[1], outputs = weight_shape[0], width = GATED ? outputs / 2 : outputs;
-#ifdef CHANGED
-  const int all = outputs + inner_products(a_shape);
-#else
-  const int all = width;
-#endif
+  const int rows = x_shape[0], inputs = x_shape[1], outputs = weight_shape[0];
+  constexpr bool MAKES_MORE = OUTPUTS < 160 || GROUPS < 4;
+  const int all = outputs + (MAKES_MORE && more_ndim == 3 ? inner_products(more_shape) : 0);
+  const int width = GATED ? outputs / 2 : all;
   const int all_steps = inputs / STEP, per_split = (all_steps + SPLITS - 1) / SPLITS;
   const int before = blockIdx.y * per_split, steps = min(per_split, all_steps - before);
   const int first = blockIdx.x * MADE, group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -30,11 +28,10 @@
     for (int i = 0; i < (OUTPUTS + GROUPS * 16 - 1) / (GROUPS * 16); i++) {
       const int row = from_row + i * GROUPS * 16;
       if (OUTPUTS % (GROUPS * 16) && row >= OUTPUTS) break;
-      const int output = min(first + row % MADE, all - 1) + row / MADE * width;  // first the gate, then what it opens
+      const int output = min(first + row % MADE, width - 1) + row / MADE * width;  // first the gate, then what it opens
       const T* from = weight + static_cast<long>(output) * inputs;
-#ifdef CHANGED
-      if (output >= outputs) from = row_of_a(a, a_shape, output - outputs);
-#endif
+      if (MAKES_MORE && !GATED && output >= outputs)
+        from = more + static_cast<long>(more_shape[1] + output - outputs) * inputs;
       copy_ahead(to + (ROWS + row) * STEP + (piece ^ row % 8) * 8, from + at);
     }
   };
@@ -65,14 +62,7 @@
 #pragma unroll
   for (int i = 0; i < MADE / 2; i += 2) {
     const int row = group * 64 + warp * 16 + i / 2 % 2 * 8 + lane / 4, output = first + i / 4 * 8 + lane % 4 * 2;
-    if (row >= rows || output >= all) continue;
-#ifdef CHANGED
-    if (output >= width) {  // both of them: widths are even
-      const long place = (static_cast<long>(blockIdx.y) * rows + row) * (all - width) + output - width;
-      *reinterpret_cast<float2*>(h + place) = {sums[i], sums[i + 1]};
-      continue;
-    }
-#endif
+    if (row >= rows || output >= width) continue;
     if constexpr (SPLITS > 1) {
       auto* const to = y + (static_cast<long>(blockIdx.y) * rows + row) * width + output;
       *reinterpret_cast<float2*>(to) = {sums[i], sums[i + 1]};

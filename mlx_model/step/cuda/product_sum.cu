@@ -5,21 +5,24 @@
   constexpr int PER = 16 / sizeof(T), MADE = GATED ? WIDTH / 2 : WIDTH;
   const int row = blockIdx.x, rows = gridDim.x, column = (blockIdx.y * THREADS + threadIdx.x) * PER;
 #ifdef CHANGED
+  constexpr int ACROSS = WIDTH + INNER;  // of what `parts` has
   __shared__ float inner[RANKS];
   const int slot = slots[row];
   for (int at = threadIdx.x; slot > 0 && at < RANKS; at += THREADS) {
     float sum = 0.0f;
     for (int part = 0; part < PARTS; part++)
-      sum += h[(static_cast<long>(part) * rows + row) * INNER + (slot - 1) * RANKS + at];
+      sum += static_cast<float>(parts[(static_cast<long>(part) * rows + row) * ACROSS + WIDTH + (slot - 1) * RANKS + at]);
     inner[at] = sum;
   }
   __syncthreads();
+#else
+  constexpr int ACROSS = WIDTH;
 #endif
   auto make = [&](int column, T* made) {
     float sums[PER] = {};
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
-      const auto* const numbers = parts + (static_cast<long>(part) * rows + row) * WIDTH + column;
+      const auto* const numbers = parts + (static_cast<long>(part) * rows + row) * ACROSS + column;
       constexpr int VECTORS = PER * sizeof(*parts) / 16, IN_ONE = PER / VECTORS;
 #pragma unroll
       for (int vector = 0; vector < VECTORS; vector++) {

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 from math import inf
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
@@ -50,10 +50,14 @@ class Change(NamedTuple):
     slots: mx.array  # of the rows
     begins: tuple[int, ...]  # of each linear's outputs among the product's
 
+    @property
+    def inner(self) -> int:
+        """Outputs of A that a product has behind its own."""
+        return int((self.a.shape[0] - 1) * self.a.shape[1])
+
     def is_for(self, x: mx.array, weight: mx.array) -> bool:
-        """True if the kernels support these and A is small beside the weights, which a step reads with it."""
-        inner = self.a.size // self.a.shape[0] * (self.a.shape[0] - 1)
-        is_sized = 4 * inner <= weight.size and len(self.bs) <= _MOST_CHANGED and weight.shape[0] % _PER == 0
+        """True if the kernels support these and A, which a step reads along with the weights, is small to them."""
+        is_sized = 4 * self.inner <= weight.shape[0] and len(self.bs) <= _MOST_CHANGED and weight.shape[0] % _PER == 0
         return is_sized and self.a.dtype == x.dtype and is_for(x, weight) and are_changes_there(x.dtype)
 
 
@@ -152,49 +156,42 @@ def gated(x: mx.array, weight: mx.array) -> mx.array:
 
 def changed(x: mx.array, weight: mx.array, change: Change, *, is_gated: bool = False) -> mx.array:
     """Same as `product` or `gated`, of what adapters have changed."""
-    made, inner = _made(x, weight, change=change)
-    (y,) = _summed(made, x.dtype, change=(inner, change), is_gated=is_gated)
+    (y,) = _summed(_parts(x, weight, change.a), x.dtype, change=change, is_gated=is_gated)
     return y
 
 
 def parts(x: mx.array, weight: mx.array, *, is_gated: bool = False) -> mx.array:
     """x W^T [rows, out], or the sums of stretches of the inputs [stretches, rows, out] in float32."""
-    (y,) = _made(x, weight, is_gated=is_gated)
-    return y
+    return _parts(x, weight, is_gated=is_gated)
 
 
-def _made(x: mx.array, weight: mx.array, *, is_gated: bool = False, change: Change | None = None) -> list[mx.array]:
-    """Same as `parts`, and with a change x A^T [stretches, rows, (slots - 1) * linears * rank] in float32."""
-    rows, width = x.shape[0], weight.shape[0] // 2 if is_gated else weight.shape[0]
-    inner = 0 if change is None else (change.a.shape[0] - 1) * change.a.shape[1]
-    computed = weight.shape[0] + inner
+def _parts(x: mx.array, weight: mx.array, a: mx.array | None = None, *, is_gated: bool = False) -> mx.array:
+    """The same, and behind it x A^T of all slots of `a` but the first, as further outputs."""
+    rows, more = x.shape[0], 0 if a is None else (a.shape[0] - 1) * a.shape[1]
+    computed = weight.shape[0] + more
+    width = computed // 2 if is_gated else computed
     source, memory, splits = _FEW, 0, 1
     if rows <= AT_ONCE:
         outputs, warps, ahead = _OF_FEW
         settings = {"ROWS": 8 if rows <= 8 else 16 if rows <= 16 else AT_ONCE, "WARPS": warps, "AHEAD": ahead}
     else:
         groups = -(-rows // 64)
-        # The widest blocks of most threads have no register left for what adapters change.
-        widest = _OUTPUTS_OF_MANY[-1 if change is None or groups < MOST_ROWS // 64 else -2]
+        # The widest blocks of most threads have no register left for more outputs.
+        widest = _OUTPUTS_OF_MANY[-1 if a is None or groups < MOST_ROWS // 64 else -2]
         outputs, splits = blocks_of_many(computed, x.shape[1], is_gated=is_gated, widest=widest)
         source, warps = _MANY, 4 * groups
         memory = _STAGES * (groups * 64 + outputs) * _STEP_OF_MANY * 2 + 1024
         settings = {"SPLITS": splits, "GROUPS": groups, "STAGES": _STAGES}
-    headers = ("tensor_cores.cuh", "warpgroups.cuh") if source is _MANY else ("tensor_cores.cuh",)
-    shapes, dtypes = [(rows, width) if splits == 1 else (splits, rows, width)], [x.dtype if splits == 1 else mx.float32]
-    inputs: dict[str, mx.array] = {"x": x, "weight": weight}
-    if change is not None:
-        headers, inputs = (*headers, *_CHANGED), {**inputs, "a": change.a}
-        shapes, dtypes = [*shapes, (splits, rows, inner)], [*dtypes, mx.float32]
-    made: list[mx.array] = kernel(source, tuple(inputs), ("y", "h")[: len(shapes)], headers, shared_memory=memory)(
-        inputs=list(inputs.values()),
+    headers = ("changes.cuh", "tensor_cores.cuh", *(("warpgroups.cuh",) if source is _MANY else ()))
+    (y,) = kernel(source, ("x", "weight", "more"), ("y",), headers, shared_memory=memory)(
+        inputs=[x, weight, weight if a is None else a],
         template=[("T", x.dtype), ("GATED", is_gated), ("OUTPUTS", outputs), *settings.items()],
         grid=(-(-computed // outputs) * 32 * warps, splits, 1),
         threadgroup=(32 * warps, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=dtypes,
+        output_shapes=[(rows, width) if splits == 1 else (splits, rows, width)],
+        output_dtypes=[x.dtype if splits == 1 else mx.float32],
     )
-    return made
+    return cast(mx.array, y)
 
 
 def adds_and_norms(fed: mx.array, norm: mx.array) -> bool:
@@ -214,8 +211,7 @@ def changed_added_and_normed(
     x: mx.array, weight: mx.array, change: Change, fed: mx.array, norm: mx.array, eps: float
 ) -> tuple[mx.array, mx.array]:
     """The same of a product that adapters have changed."""
-    made, inner = _made(x, weight, change=change)
-    added, normed = _summed(made, fed.dtype, eps, change=(inner, change), fed=fed, norm=norm)
+    added, normed = _summed(_parts(x, weight, change.a), fed.dtype, eps, change=change, fed=fed, norm=norm)
     return added, normed
 
 
@@ -224,15 +220,15 @@ def _summed(
     dtype: mx.Dtype,
     eps: float = 0.0,
     *,
-    change: tuple[mx.array, Change] | None = None,
+    change: Change | None = None,
     is_gated: bool = False,
     **others: mx.array,
 ) -> list[mx.array]:
     """[rows, out] of `parts`; or both of `added_and_normed`, with `others` what the layer was fed and the norm's.
 
-    `change`: what `_made` has of it, and itself. `is_gated`: SwiGLU of the halves, which `parts` are not gated for.
+    `change`: of outputs that A's lie behind. `is_gated`: SwiGLU of the halves.
     """
-    rows, width = parts.shape[-2:]
+    rows, width = parts.shape[-2], parts.shape[-1] - (0 if change is None else change.inner)
     made = width // 2 if is_gated else width
     tile = made if others or made <= _WIDEST else _TILE
     threads = -(-tile // _PER // 32) * 32
@@ -242,7 +238,7 @@ def _summed(
     inputs: dict[str, mx.array] = {"parts": parts, **others}
     if change is not None:
         headers = (*headers, *_CHANGED)
-        changes, changing = _changes(*change)
+        changes, changing = _changes(change)
         inputs, settings = inputs | changes, settings | changing
     summed: list[mx.array] = kernel(_SUM, tuple(inputs), outputs, headers)(
         inputs=list(inputs.values()),
@@ -257,15 +253,14 @@ def _summed(
     return summed
 
 
-def _changes(inner: mx.array, change: Change) -> tuple[dict[str, mx.array], dict[str, int]]:
+def _changes(change: Change) -> tuple[dict[str, mx.array], dict[str, int]]:
     """Arrays and constants of a change, with as many linears as the kernel has names for."""
     bs = [*change.bs, *change.bs[:1] * (_MOST_CHANGED - len(change.bs))]
     begins = [*change.begins, *[0] * (_MOST_CHANGED - len(change.bs))]
-    arrays = {"h": inner, "slots": change.slots} | {f"b{at}": b for at, b in enumerate(bs)}
-    of_linears = {f"BEGIN{at}": begin for at, begin in enumerate(begins)}
-    of_linears |= {f"WIDTH{at}": b.shape[2] for at, b in enumerate(bs)}
-    constants = {"LINEARS": len(change.bs), "RANKS": change.a.shape[1], "INNER": inner.shape[-1]}
-    return arrays, constants | of_linears
+    constants = {"LINEARS": len(change.bs), "RANKS": change.a.shape[1], "INNER": change.inner}
+    constants |= {f"BEGIN{at}": begin for at, begin in enumerate(begins)}
+    constants |= {f"WIDTH{at}": b.shape[2] for at, b in enumerate(bs)}
+    return {"slots": change.slots} | {f"b{at}": b for at, b in enumerate(bs)}, constants
 
 
 @cache
