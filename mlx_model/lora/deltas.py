@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from typing import Any, Literal
 
 import mlx.core as mx
 
 from mlx_model.collectives.cuda.sums import all_sum
 from mlx_model.lora.kernels import LARGEST_RANK, one_pass, one_pass_joined
-from mlx_model.step.cuda.products import Change
 
 Kernel = Literal["gather", "take", "fused"]
 """How deltas are computed: `gather` two gathered matmuls, `take` copies of the rows' weights and plain matmuls, `fused`
 one operation for all members (CUDA and Metal, few tokens per row; `take` for more)."""
 
-Held = tuple[mx.array, tuple[mx.array, ...], tuple[mx.array, ...], tuple[mx.array, ...], tuple[mx.array, ...]]
-"""A [S, in, J*R] and each B [S, R, out]; gains [S, out] and biases [out] of the members that have them; and, where a
-product computes with it, A once more, as weights lie, [S, J*R, in]."""
+Held = tuple[mx.array, tuple[mx.array, ...], tuple[mx.array, ...], tuple[mx.array, ...]]
+"""A [S, in, J*R] and each B [S, R, out]; gains [S, out] and biases [out] of the members that have them."""
 
 
 # Inner products, where rows have several tokens: the kernel reads A anew for each token, plain operations do not.
@@ -47,7 +44,7 @@ class Deltas:
 
     def added(self, held: Held, slots_B: mx.array, x: mx.array, ys: list[mx.array]) -> list[mx.array]:
         """All members' outputs, of what each makes of x [B, L, in], [B*L, in] or [B, in] by itself (`partial_sums`)."""
-        _, _, gains, biases, _ = held
+        _, _, gains, biases = held
         ys = self.parts(held, slots_B, x, ys)
         gain_of, bias_of = (_by_member(*each) for each in ((self.gained, gains), (self.biased, biases)))
         for at, group in enumerate(self.groups):
@@ -60,7 +57,7 @@ class Deltas:
 
     def parts(self, held: Held, slots_B: mx.array, x: mx.array, ys: list[mx.array]) -> list[mx.array]:
         """The same before sums over ranks, biases after these and gains."""
-        a_SIJ, bs, *_ = held
+        a_SIJ, bs, _, _ = held
         if self._fuses(a_SIJ, slots_B, x, ys[0]):
             return one_pass(x, a_SIJ, bs, ys, _of_each(slots_B, x, a_SIJ))
         x_BLI = x.reshape(slots_B.size, -1, a_SIJ.shape[1]).astype(self.dtype)
@@ -69,20 +66,11 @@ class Deltas:
 
     def joined(self, held: Held, slots_B: mx.array, x: mx.array, y: mx.array) -> mx.array | None:
         """All outputs of the joined linears, of theirs [N, width]; None: the kernel is not made for these."""
-        a_SIJ, bs, *_ = held
+        a_SIJ, bs, _, _ = held
         is_whole = bool(self.widths) and self.ends_with_sum and not any(self.groups)
         if not is_whole or any(width % 8 for width in self.widths) or not self._fuses(a_SIJ, slots_B, x, y):
             return None
         return one_pass_joined(x, a_SIJ, bs, y, _of_each(slots_B, x, a_SIJ), self.widths, self.places)
-
-    def change(self, held: Held, slots_B: mx.array, x: mx.array) -> Change | None:
-        """The same for a product that computes it along with the outputs; None: it has to be added to these."""
-        a_SIJ, bs, _, _, as_weights = held
-        if self.kernel != "fused" or not as_weights or not self.ends_with_sum or any(self.groups):
-            return None
-        begins = [0, *accumulate(self.widths)]
-        places = self.places if self.widths else (0,)
-        return Change(as_weights[0], bs, _of_each(slots_B, x, a_SIJ), tuple(begins[at] for at in places))
 
     def _fuses(self, a_SIJ: mx.array, slots_B: mx.array, x: mx.array, y: mx.array) -> bool:
         count = x.size // a_SIJ.shape[1]

@@ -28,7 +28,6 @@ from mlx_model.joined import joined_of
 from mlx_model.lora.deltas import Deltas, Held, Kernel, times_of_slots
 from mlx_model.routing import Routing
 from mlx_model.sites import Site, group_of, partial_sums
-from mlx_model.step.cuda.products import are_changes_there
 
 SMALLEST_RANK = 8
 
@@ -40,7 +39,6 @@ class RowSlots:
     slots_B: mx.array | None = None  # uint32, one per row; None: all rows on the base
     dora: bool = False  # whether any row uses DoRA
     kernel: Kernel = "gather"
-    in_products: bool = True  # deltas are computed along with products, where these can
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,6 @@ def best_kernel(dtype: mx.Dtype) -> Kernel | None:
     if on_cpu():
         return "gather" if dtype == mx.float32 else "take"  # gather_mm on a CPU takes fp32 only
     return "fused" if on_cuda() else None
-
-
-def changes_products(linears: Sequence[Any], dtype: mx.Dtype) -> bool:
-    """True if the product of these linears may compute their deltas along with its outputs."""
-    are_plain = not any("scales" in each or group_of(each) is not None for each in linears)
-    return are_plain and all(each["weight"].dtype == dtype for each in linears) and are_changes_there(dtype)
 
 
 def padded_rank(rank: int) -> int:
@@ -176,7 +168,6 @@ class LinearGroup(Stack):
         widths = [width for site in sites for width in (site.held_inputs, site.held_outputs)]
         self._fits_fused = all(width % 8 == 0 for width in widths)
         self._joined = joined_of(self._linears)
-        self._as_weights: mx.array | None = None  # A once more, [S, J*R, in], for products of a decode step
 
     def output(self, index: int, x: mx.array) -> mx.array:
         """Member `index`'s output for x [B, L, in] or [B*L, in]."""
@@ -192,24 +183,9 @@ class LinearGroup(Stack):
             self._x = None
         return y
 
-    def reserve(self, rank: int) -> None:
-        before = self.rank
-        super().reserve(rank)
-        may_join = self.rows.kernel == "fused" and self.rows.in_products and self._fits_fused
-        if self.rank > before and may_join and changes_products(self._linears, self.dtype):
-            assert self.a is not None
-            self._as_weights = mx.contiguous(self.a.swapaxes(1, 2))
-
     def write(self, slot: int, weights: Sequence[SiteWeights | None]) -> bool:
         self._deltas.clear()  # gains may have come
-        is_changed = super().write(slot, weights)
-        if is_changed and self._as_weights is not None:
-            assert self.a is not None
-            self._as_weights[slot] = self.a[slot].swapaxes(0, 1)
-        return is_changed
-
-    def arrays(self) -> list[mx.array]:
-        return super().arrays() + ([] if self._as_weights is None else [self._as_weights])
+        return super().write(slot, weights)
 
     def _outputs(self, x: mx.array) -> list[mx.array]:
         slots_B = self.rows.slots_B
@@ -232,8 +208,7 @@ class LinearGroup(Stack):
         """Arrays that `deltas` computes with."""
         assert self.a is not None, "it has been written"
         gains = tuple(each for each, is_there in zip(self.gains, self.deltas.gained, strict=True) if is_there)
-        as_weights = () if self._as_weights is None else (self._as_weights,)
-        return self.a, tuple(self.bs), tuple(each for each in gains if each is not None), self._biases, as_weights
+        return self.a, tuple(self.bs), tuple(each for each in gains if each is not None), self._biases
 
 
 def _times(x_BLI: mx.array, w_SIO: mx.array, slots_B: mx.array) -> mx.array:

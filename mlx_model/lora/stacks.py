@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -32,12 +31,10 @@ from mlx_model.lora.layers import (
     SiteWeights,
     Stack,
     best_kernel,
-    changes_products,
     padded_rank,
 )
 from mlx_model.routing import Routing, follow_routing
 from mlx_model.sites import Site, Whole, find_sites, mixtures, replace_modules, shared_inputs
-from mlx_model.step.cuda import products
 from mlx_model.tuned import ModelTuning
 
 log = logging.getLogger(__name__)
@@ -81,7 +78,6 @@ class AdaptedModel:
         self._stacks: dict[str, Stack] = {}  # by the group's first path
         self._routings = mixtures(model)
         self._prepared: set[tuple[tuple[int, ...], JoinedWith]] = set()
-        self._eps = getattr(getattr(model, "args", None), "rms_norm_eps", 1e-6)
 
     def select(self, slots: list[int], dora: bool) -> None:
         """The slots of the next forward's rows."""
@@ -135,37 +131,6 @@ class AdaptedModel:
         except Exception:
             log.exception("lora.fused_kernel_failed shape=%s", shape)
             self.rows.kernel = "take"
-            return
-        try:
-            self._compile_changes(sites, rank)
-        except RuntimeError:
-            log.exception("lora.changed_products_failed shape=%s", shape)
-            self.rows.in_products = False
-
-    def _compile_changes(self, sites: list[Site], rank: int) -> None:
-        """Compile what computes deltas along with the products of a decode step, for any number of rows."""
-        linears = [site.module for site in sites]
-        if not self.rows.in_products or not changes_products(linears, self.dtype):
-            return
-        widths, places = joined_of(linears)
-        weight = linears[0].joined.product["weight"] if widths else linears[0]["weight"]
-        outputs, inputs = weight.shape
-        a = mx.zeros((self._slots, len(sites) * rank, inputs), self.dtype)
-        bs = tuple(mx.zeros((self._slots, rank, site.held_outputs), self.dtype) for site in sites)
-        begins = [0, *accumulate(widths)]
-        for rows in products.compiled_rows(self.dtype):
-            x, fed = mx.zeros((rows, inputs), self.dtype), mx.zeros((rows, outputs), self.dtype)
-            slots_N = mx.zeros(rows, mx.uint32)
-            change = products.Change(a, bs, slots_N, tuple(begins[at] for at in (places or (0,))))
-            if not change.is_for(x, weight):
-                continue
-            if len(widths) == 2:
-                made = [products.changed(x, weight, change, is_gated=True)]
-            elif not widths and products.adds_and_norms(fed, fed[0]):
-                made = [*products.changed_added_and_normed(x, weight, change, fed, fed[0], self._eps)]
-            else:
-                made = [products.changed(x, weight, change)]
-            mx.eval(made)
 
     def _covering(self, group: list[str], given: AdapterWeights, old: Stack | None) -> Stack:
         """The group's stack, made anew when it lacks a site that is given."""

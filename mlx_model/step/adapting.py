@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from mlx_model.sites import LINEARS
-from mlx_model.step.cuda.products import Change
 
 Parts = tuple[tuple[str, tuple[int, ...], Any], ...]
 """Linears of a layer that read one input: which, the places of those with adapters, and how deltas are computed."""
@@ -58,12 +57,6 @@ class Adapting:
         _, deltas, held = self._parts[which]
         y: mx.array | None = deltas.joined(held, self._slots_B, x_NI, y_NO)
         return y
-
-    def change(self, which: str, x_NI: mx.array) -> Change | None:
-        """What these linears' product computes along with its outputs; None: it cannot."""
-        _, deltas, held = self._parts[which]
-        found: Change | None = deltas.change(held, self._slots_B, x_NI)
-        return found
 
     def ends_with_sum(self, which: str) -> bool:
         """True if an output is the sum of `part` over ranks, with the bias added after that."""

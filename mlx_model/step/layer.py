@@ -94,20 +94,13 @@ class Layer:
         if attended.ndim == 4 and attended.shape[2] > 1:
             attended = attended.swapaxes(1, 2)
         h_ND, x_ND = self._added("output", self.output, output, attended.reshape(h_ND.shape[0], -1), h_ND, adapt, norm)
-        x_NI = self._gated(gate_up, x_ND, _if_changed(adapt, "gate_up"))
+        own = _if_changed(adapt, "gate_up")
+        if own is None and len(self.gate_up) == 1:
+            x_NI = self.gate_up[0].gated(gate_up[0], x_ND)
+        else:
+            ys = _outputs("gate_up", self.gate_up, gate_up, x_ND, (1, 1), own)
+            x_NI = swiglu(*(ys if len(ys) == 2 else mx.split(ys[0], 2, axis=-1)))
         return self._added("down", self.down, down, x_NI, h_ND, adapt, norm_behind)
-
-    def _gated(self, arrays: Sequence[Arrays], x_ND: mx.array, own: Adapting | None) -> mx.array:
-        """What the MLP's last linear is fed."""
-        if len(self.gate_up) == 1:
-            (product,) = self.gate_up
-            if own is None:
-                return product.gated(arrays[0], x_ND)
-            if (made := product.changed_and_gated(arrays[0], x_ND, own.change("gate_up", x_ND))) is not None:
-                return made
-        ys = _outputs("gate_up", self.gate_up, arrays, x_ND, (1, 1), own)
-        x_NI: mx.array = swiglu(*(ys if len(ys) == 2 else mx.split(ys[0], 2, axis=-1)))
-        return x_NI
 
     def _added(
         self,
@@ -123,8 +116,6 @@ class Layer:
         eps, own = self.eps[which == "down"], _if_changed(adapt, which)
         if own is None:
             return product.added(arrays, x_NI, h_ND, norm, eps)
-        if made := product.changed_and_added(arrays, x_NI, h_ND, norm, eps, own.change(which, x_NI)):
-            return made
         y_ND = product.partial(arrays, x_NI)
         if not own.ends_with_sum(which):
             return added_and_normed(own(which, x_NI, [y_ND])[0], h_ND, norm, eps)
@@ -157,10 +148,6 @@ def _outputs(
     """
     if adapt is None:
         return [product(each, x_NI) for product, each in zip(products, arrays, strict=True)]
-    if len(products) == 1:
-        whole = products[0].changed(arrays[0], x_NI, adapt.change(which, x_NI))
-        if whole is not None:
-            return [whole]
     ys = [product.partial(each, x_NI) for product, each in zip(products, arrays, strict=True)]
     if len(ys) < len(widths):
         if (whole := adapt.joined(which, x_NI, ys[0])) is not None:

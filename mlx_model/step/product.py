@@ -12,7 +12,6 @@ from mlx_model.collectives.cuda.sums import all_sum, near_sums
 from mlx_model.joined import arrays_of
 from mlx_model.sites import group_of, quantized_product
 from mlx_model.step.cuda import products
-from mlx_model.step.cuda.products import Change
 
 Arrays = tuple[mx.array, ...]
 Padding = tuple[tuple[int, int], ...]
@@ -78,28 +77,6 @@ class Product:
         y_NI: mx.array = swiglu(*mx.split(self(arrays, x_NI), 2, axis=-1))
         return y_NI
 
-    def changed(self, arrays: Arrays, x_NI: mx.array, change: Change | None) -> mx.array | None:
-        """Outputs with what adapters add, computed along with them; None: this product cannot."""
-        weight = self._changeable(arrays, x_NI, change)
-        if change is None or weight is None:
-            return None
-        y_NO = products.changed(x_NI, weight, change)
-        return y_NO + arrays[self.names.index("bias")] if "bias" in self.names else y_NO
-
-    def changed_and_gated(self, arrays: Arrays, x_NI: mx.array, change: Change | None) -> mx.array | None:
-        """SwiGLU of the halves of that; None: as above."""
-        weight = self._changeable(arrays, x_NI, change)
-        if change is None or weight is None or "bias" in self.names:
-            return None
-        return products.changed(x_NI, weight, change, is_gated=True)
-
-    def _changeable(self, arrays: Arrays, x_NI: mx.array, change: Change | None) -> mx.array | None:
-        """The weight, if a product with it computes what adapters add to it."""
-        if change is None or self.group is not None or "stored" not in self.names:
-            return None
-        weight = arrays[self.names.index("stored")]
-        return weight if change.is_for(x_NI, weight) else None
-
     def added(
         self, arrays: Arrays, x_NI: mx.array, h_NO: mx.array, norm: mx.array, eps: float
     ) -> tuple[mx.array, mx.array]:
@@ -110,15 +87,6 @@ class Product:
             if is_one_type and products.is_for(x_NI, weight) and products.adds_and_norms(h_NO, norm):
                 return products.added_and_normed(products.parts(x_NI, weight), h_NO, norm, eps)
         return self.added_and_normed(arrays, self.partial(arrays, x_NI), h_NO, norm, eps)
-
-    def changed_and_added(
-        self, arrays: Arrays, x_NI: mx.array, h_NO: mx.array, norm: mx.array, eps: float, change: Change | None
-    ) -> tuple[mx.array, mx.array] | None:
-        """The same with what adapters add; None: as above."""
-        weight, adds = self._changeable(arrays, x_NI, change), "bias" not in self.names and x_NI.dtype == h_NO.dtype
-        if change is None or weight is None or not adds or not products.adds_and_norms(h_NO, norm):
-            return None
-        return products.changed_added_and_normed(x_NI, weight, change, h_NO, norm, eps)
 
     def added_and_normed(
         self, arrays: Arrays, y_NO: mx.array, h_NO: mx.array, norm: mx.array, eps: float

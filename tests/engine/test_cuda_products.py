@@ -14,7 +14,6 @@ from mlx_model.cuda import is_right
 from mlx_model.lora.deltas import deltas_of
 from mlx_model.lora.kernels import one_pass, one_pass_joined
 from mlx_model.step.cuda import products
-from mlx_model.step.cuda.products import Change
 from mlx_model.step.cuda.rotary import Rotary
 from mlx_model.step.decode_step import DecodeStep, join_products
 from tests.engine.test_decode_step import MODELS, decoded, load
@@ -187,40 +186,6 @@ def test_deltas_of_outputs_apart_and_side_by_side(dtype: mx.Dtype) -> None:
             ys[at] = each
         whole = one_pass_joined(x, a, bs, y, slots, widths, places)
         assert mx.array_equal(whole, mx.concatenate(ys, axis=-1)), "the same, and what lies between as it was"
-
-
-@needs_cuda
-@pytest.mark.parametrize("rows", [2, 32, 33, 100, 256])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_what_adapters_add_is_computed_along_with_a_product(dtype: mx.Dtype, rows: int) -> None:
-    """As outputs, as what an MLP is fed, and with the next norm; of some linears of those that are joined."""
-    for inputs, widths, places, rank in (
-        (2560, (4096, 1024, 1024), (0, 1, 2), 16),  # stretches, at many rows
-        (4096, (2560,), (0,), 16),
-        (256, (4864, 4864), (0, 1), 8),
-        (256, (4864, 4864), (1,), 64),
-        (512, (768, 512, 520), (0, 2), 32),
-    ):
-        x, weight = drawn(rows, inputs, dtype=dtype), (drawn(sum(widths), inputs, dtype=dtype) / inputs**0.5)
-        a, weight = (drawn(4, len(places) * rank, inputs) / inputs**0.5).astype(dtype), weight.astype(dtype)
-        bs = tuple((drawn(4, rank, widths[at]) / rank**0.5).astype(dtype) for at in places)
-        slots = mx.array([at % 4 for at in range(rows)], mx.uint32)
-        change = Change(a, bs, slots, tuple(sum(widths[:at]) for at in places))
-        assert change.is_for(x, weight)
-        y, wide = (x.astype(mx.float32) @ weight.astype(mx.float32).T), x.astype(mx.float32)[:, None]
-        on_base = a.astype(mx.float32).swapaxes(1, 2) * (mx.arange(4) > 0)[:, None, None]
-        added = deltas_of(wide, on_base, [b.astype(mx.float32) for b in bs], slots, "take")
-        for begin, each in zip(change.begins, added, strict=True):
-            y[:, begin : begin + each.shape[2]] += each[:, 0]
-        assert is_close(products.changed(x, weight, change), y)
-        if len(widths) == 2:
-            wanted = swiglu(*mx.split(y, 2, axis=-1))
-            assert is_close(products.changed(x, weight, change, is_gated=True), wanted)
-        fed, norm = drawn(rows, sum(widths), dtype=dtype), drawn(sum(widths), dtype=dtype)
-        if products.adds_and_norms(fed, norm):
-            added_up, normed = products.changed_added_and_normed(x, weight, change, fed, norm, 1e-6)
-            assert is_close(added_up, y + fed.astype(mx.float32))
-            assert is_close(normed, mx.fast.rms_norm(y + fed.astype(mx.float32), norm.astype(mx.float32), 1e-6))
 
 
 @needs_cuda

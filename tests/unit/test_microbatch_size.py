@@ -55,6 +55,17 @@ def test_half_of_the_best_rate_where_starting_takes_longer_than_the_bound(start_
     assert size.positions / machine(size.positions) > 0.4 * 8192 / machine(8192)
 
 
+def test_what_takes_longer_than_the_bound_takes_little_longer_at_a_far_better_rate() -> None:
+    """Times of a 4B on an H200, where a microbatch takes as long as its operations take to be started."""
+    times = {128: 0.255, 256: 0.257, 512: 0.207, 1024: 0.229, 2048: 0.296, 4096: 0.6}
+    for waited_s in (1.0, 0.0):
+        size = MicrobatchSize(8192, 0.05)
+        for _ in range(100):
+            n = size.positions
+            size.took(n, n, n, times[n], waited_s=waited_s)
+        assert size.positions == 2048
+
+
 def test_a_bump_in_the_curve_is_no_end() -> None:
     # Seen on an H200: 512 positions took half as long again as 256, and 4,608 hardly more than those.
     times = {256: 0.105, 512: 0.19, 1024: 0.3, 2048: 0.2, 4096: 0.2, 8192: 0.5}

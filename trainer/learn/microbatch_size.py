@@ -14,8 +14,10 @@ While nothing else computes between microbatches, no row waits, and they may tak
 prompt's piece may take then, and several times the memory, which no row's KV needs.
 
 Invariants. Between one position and the largest size that the settings allow; without a bound always that size. A size
-that keeps the bound is taken if it reaches half of the best rate that was seen; otherwise the smallest that reaches it,
-or a train step would take many times as long for little.
+that keeps the bound is taken if it reaches half of the best rate that was seen, or a train step would take many times
+as long for little. If none does, others wait longer than they should in any case: of the sizes that reach it, the best
+one that takes little longer than the shortest of all, or the smallest. On an H200 512 positions of a 4B took 0.21 s,
+1,024 took 0.23 s.
 """
 
 from collections import deque
@@ -32,6 +34,7 @@ PATIENCE = 16.0  # bounds: what the next size is expected to take at most, while
 BUMP = 2  # sizes that a bump in the curve may span
 IN_PROPORTION = 1.7  # times as long for twice the size, over so many sizes: work by now, not the start of operations
 ENOUGH = 0.5  # of the best rate
+LITTLE = 1.5  # times as long, of what takes longer than the bound in any case
 MARGIN = 1.25  # bytes of a position grow with the size
 CHANGED = 2.0  # the machine is another one when a known size takes this many times as long, or as short
 
@@ -129,7 +132,11 @@ class MicrobatchSize:
         best = max(times.rate for times in known.values())
         enough = [size for size, times in known.items() if times.rate >= ENOUGH * best]
         kept = [size for size in enough if known[size].seconds <= self._allowed_s]
-        return kept[-1] if kept else enough[0]
+        if kept:
+            return kept[-1]
+        longest = LITTLE * min(times.seconds for times in known.values())
+        hardly_longer = [size for size in enough if known[size].seconds <= longest]
+        return max(hardly_longer, key=lambda size: known[size].rate, default=enough[0])
 
 
 class _Times:

@@ -5,7 +5,6 @@
   constexpr int PER = 8, TILES = ROWS / 8, MADE = GATED ? OUTPUTS / 2 : OUTPUTS;
   const int begin = blockIdx.y * ROWS, rows = min(ROWS, x_shape[0] - begin);
   const int inputs = x_shape[1], outputs = weight_shape[0];
-  const int all = outputs + (!GATED && more_ndim == 3 ? inner_products(more_shape) : 0);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, place = lane % 4;
   const int first = blockIdx.x * MADE;
 
@@ -13,10 +12,7 @@
 #pragma unroll
   for (int i = 0; i < OUTPUTS / 8; i++) {
     const int which = i * 8, output = first + group + which % MADE + which / MADE * (outputs / 2);
-    const int row = min(output, all - 1);
-    const T* from = weight + static_cast<long>(row) * inputs;
-    if (!GATED && row >= outputs) from = more + static_cast<long>(more_shape[1] + row - outputs) * inputs;
-    weights[i] = from + place * PER;
+    weights[i] = weight + static_cast<long>(min(output, outputs - 1)) * inputs + place * PER;
   }
   const T* xs[TILES];
 #pragma unroll
@@ -55,7 +51,7 @@
     add(cuda::std::integral_constant<int, 1>{}, at * 32);
 
   __shared__ float parts[WARPS][ROWS][OUTPUTS + 1];  // one more, lest columns share a bank
-  const int width = GATED ? outputs / 2 : all;
+  const int width = GATED ? outputs / 2 : outputs;
 #pragma unroll
   for (int tile = 0; tile < OUTPUTS / 16; tile++)
 #pragma unroll

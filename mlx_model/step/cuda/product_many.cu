@@ -2,14 +2,11 @@
 // outputs, with GATED half of them of each half of the weights, and one of SPLITS stretches of the inputs: if there are
 // several, y has the sums of each, which `product_sum.cu` adds up. What it multiplies comes into shared memory 64 inputs
 // at a time, STAGES - 2 such steps ahead. A row of a step is 128 bytes, whose eighths are swapped by the row's number
-// (`warpgroups.cuh`). `more` is as in `product.cu`, but for the widest blocks of most threads: these have no register left.
+// (`warpgroups.cuh`).
   constexpr int STEP = 64, ROWS = GROUPS * 64, MADE = GATED ? OUTPUTS / 2 : OUTPUTS, STAGE = (ROWS + OUTPUTS) * STEP;
   extern __shared__ unsigned char memory[];
   T* const stages = reinterpret_cast<T*>(memory + (-__cvta_generic_to_shared(memory) & 1023));
-  const int rows = x_shape[0], inputs = x_shape[1], outputs = weight_shape[0];
-  constexpr bool MAKES_MORE = OUTPUTS < 160 || GROUPS < 4;
-  const int all = outputs + (MAKES_MORE && more_ndim == 3 ? inner_products(more_shape) : 0);
-  const int width = GATED ? outputs / 2 : all;
+  const int rows = x_shape[0], inputs = x_shape[1], outputs = weight_shape[0], width = GATED ? outputs / 2 : outputs;
   const int all_steps = inputs / STEP, per_split = (all_steps + SPLITS - 1) / SPLITS;
   const int before = blockIdx.y * per_split, steps = min(per_split, all_steps - before);
   const int first = blockIdx.x * MADE, group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -29,10 +26,7 @@
       const int row = from_row + i * GROUPS * 16;
       if (OUTPUTS % (GROUPS * 16) && row >= OUTPUTS) break;
       const int output = min(first + row % MADE, width - 1) + row / MADE * width;  // first the gate, then what it opens
-      const T* from = weight + static_cast<long>(output) * inputs;
-      if (MAKES_MORE && !GATED && output >= outputs)
-        from = more + static_cast<long>(more_shape[1] + output - outputs) * inputs;
-      copy_ahead(to + (ROWS + row) * STEP + (piece ^ row % 8) * 8, from + at);
+      copy_ahead(to + (ROWS + row) * STEP + (piece ^ row % 8) * 8, weight + static_cast<long>(output) * inputs + at);
     }
   };
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 from math import inf
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
@@ -37,28 +37,6 @@ _FULL = _OUTPUTS_OF_MANY[-1] * _MULTIPROCESSORS  # outputs that the widest block
 _FEW, _MANY, _SUM = (Path(__file__).with_name(f"product{name}.cu") for name in ("", "_many", "_sum"))
 _PER = 8  # numbers of 16 bits that a thread adds up, ...
 _WIDEST = 1024 * _PER  # ... and those of a row
-_TILE = 256 * _PER  # of a block, where a row needs no norm
-_MOST_CHANGED = 3  # linears with adapters in one product
-_CHANGED = ("#define CHANGED", "changes.cuh")
-
-
-class Change(NamedTuple):
-    """What adapters add to a product's outputs: x A[slot] B[slot], of linears that read x."""
-
-    a: mx.array  # [slots, linears * rank, in]; the first slot is the base's
-    bs: tuple[mx.array, ...]  # each [slots, rank, out]
-    slots: mx.array  # of the rows
-    begins: tuple[int, ...]  # of each linear's outputs among the product's
-
-    @property
-    def inner(self) -> int:
-        """Outputs of A that a product has behind its own."""
-        return int((self.a.shape[0] - 1) * self.a.shape[1])
-
-    def is_for(self, x: mx.array, weight: mx.array) -> bool:
-        """True if the kernels support these and A, which a step reads along with the weights, is small to them."""
-        is_sized = 4 * self.inner <= weight.shape[0] and len(self.bs) <= _MOST_CHANGED and weight.shape[0] % _PER == 0
-        return is_sized and self.a.dtype == x.dtype and is_for(x, weight) and are_changes_there(x.dtype)
 
 
 def are_there() -> bool:
@@ -72,12 +50,6 @@ def are_many_there(dtype: mx.Dtype) -> bool:
     request."""
     is_made_for = dtype in _DTYPES and mx.device_info().get("architecture") == HOPPER
     return is_made_for and is_right("model.products_of_many", SWITCH, partial(_trials_of_many, dtype))
-
-
-@cache
-def are_changes_there(dtype: mx.Dtype) -> bool:
-    """True if products with what adapters add work with this dtype. It is tried when the first adapter is read."""
-    return are_there() and is_right("model.changed_products", SWITCH, partial(_trials_of_changes, dtype))
 
 
 def _trials_of_few() -> Iterator[tuple[str, bool]]:
@@ -98,22 +70,6 @@ def _trials_of_many(dtype: mx.Dtype) -> Iterator[tuple[str, bool]]:
     exact = swiglu(*mx.split(x @ weight.T, 2, axis=-1))
     made = gated(x.astype(dtype), weight.astype(dtype)).astype(mx.float32)
     yield f"gated {dtype}", bool(mx.abs(made - exact).max() <= 0.05 * mx.abs(exact).max())
-
-
-def _trials_of_changes(dtype: mx.Dtype) -> Iterator[tuple[str, bool]]:
-    """Rows of the base and of two adapters, of one of two linears and of both, as numbers that any order sums up to."""
-    for rows, which in ((3, (1,)), (AT_ONCE, (0, 1)), *(((70, (0, 1)),) if are_many_there(dtype) else ())):
-        x, weight = _whole(rows, 256), _whole(96, 256)
-        a = _whole(3, len(which) * 8 * 256).reshape(3, -1, 256) * (mx.arange(256) < 16)
-        bs = [_whole(24, 48).reshape(3, 8, 48) for _ in which]
-        slots = (mx.arange(rows) % 3).astype(mx.uint32)
-        made = x @ weight.T
-        inner = (a[slots] @ x[..., None]).reshape(rows, len(which), 1, 8) * (slots > 0)[:, None, None, None]
-        for at, each in enumerate(which):
-            made[:, 48 * each : 48 * each + 48] += (inner[:, at] @ bs[at][slots])[:, 0]
-        change = Change(a.astype(dtype), tuple(b.astype(dtype) for b in bs), slots, tuple(48 * each for each in which))
-        found = changed(x.astype(dtype), weight.astype(dtype), change).astype(mx.float32)
-        yield f"{dtype} rows={rows} linears={which}", bool(mx.abs(found - made).max() <= 0.02 * mx.abs(made).max())
 
 
 def _trials(dtype: mx.Dtype, *shapes: tuple[int, int, int]) -> Iterator[tuple[str, bool]]:
@@ -138,11 +94,6 @@ def is_for(x: mx.array, weight: mx.array) -> bool:
     return is_sized and x.dtype in _DTYPES and weight.dtype == x.dtype and (rows <= AT_ONCE or are_many_there(x.dtype))
 
 
-def compiled_rows(dtype: mx.Dtype) -> tuple[int, ...]:
-    """Numbers of rows that have a kernel each, the largest of each."""
-    return (8, 16, AT_ONCE, *(range(64, MOST_ROWS + 1, 64) if are_many_there(dtype) else ()))
-
-
 def product(x: mx.array, weight: mx.array) -> mx.array:
     """x W^T [rows, out], summed in float32."""
     made = parts(x, weight)
@@ -154,39 +105,24 @@ def gated(x: mx.array, weight: mx.array) -> mx.array:
     return parts(x, weight, is_gated=True)
 
 
-def changed(x: mx.array, weight: mx.array, change: Change, *, is_gated: bool = False) -> mx.array:
-    """Same as `product` or `gated`, of what adapters have changed."""
-    (y,) = _summed(_parts(x, weight, change.a), x.dtype, change=change, is_gated=is_gated)
-    return y
-
-
 def parts(x: mx.array, weight: mx.array, *, is_gated: bool = False) -> mx.array:
     """x W^T [rows, out], or the sums of stretches of the inputs [stretches, rows, out] in float32."""
-    return _parts(x, weight, is_gated=is_gated)
-
-
-def _parts(x: mx.array, weight: mx.array, a: mx.array | None = None, *, is_gated: bool = False) -> mx.array:
-    """The same, and behind it x A^T of all slots of `a` but the first, as further outputs."""
-    rows, more = x.shape[0], 0 if a is None else (a.shape[0] - 1) * a.shape[1]
-    computed = weight.shape[0] + more
-    width = computed // 2 if is_gated else computed
+    rows, width = x.shape[0], weight.shape[0] // 2 if is_gated else weight.shape[0]
     source, memory, splits = _FEW, 0, 1
     if rows <= AT_ONCE:
         outputs, warps, ahead = _OF_FEW
         settings = {"ROWS": 8 if rows <= 8 else 16 if rows <= 16 else AT_ONCE, "WARPS": warps, "AHEAD": ahead}
     else:
+        outputs, splits = blocks_of_many(*weight.shape, is_gated=is_gated)
         groups = -(-rows // 64)
-        # The widest blocks of most threads have no register left for more outputs.
-        widest = _OUTPUTS_OF_MANY[-1 if a is None or groups < MOST_ROWS // 64 else -2]
-        outputs, splits = blocks_of_many(computed, x.shape[1], is_gated=is_gated, widest=widest)
         source, warps = _MANY, 4 * groups
         memory = _STAGES * (groups * 64 + outputs) * _STEP_OF_MANY * 2 + 1024
         settings = {"SPLITS": splits, "GROUPS": groups, "STAGES": _STAGES}
-    headers = ("changes.cuh", "tensor_cores.cuh", *(("warpgroups.cuh",) if source is _MANY else ()))
-    (y,) = kernel(source, ("x", "weight", "more"), ("y",), headers, shared_memory=memory)(
-        inputs=[x, weight, weight if a is None else a],
+    headers = ("tensor_cores.cuh", "warpgroups.cuh") if source is _MANY else ("tensor_cores.cuh",)
+    (y,) = kernel(source, ("x", "weight"), ("y",), headers, shared_memory=memory)(
+        inputs=[x, weight],
         template=[("T", x.dtype), ("GATED", is_gated), ("OUTPUTS", outputs), *settings.items()],
-        grid=(-(-computed // outputs) * 32 * warps, splits, 1),
+        grid=(-(-weight.shape[0] // outputs) * 32 * warps, splits, 1),
         threadgroup=(32 * warps, 1, 1),
         output_shapes=[(rows, width) if splits == 1 else (splits, rows, width)],
         output_dtypes=[x.dtype if splits == 1 else mx.float32],
@@ -207,68 +143,29 @@ def added_and_normed(made: mx.array, fed: mx.array, norm: mx.array, eps: float) 
     return added, normed
 
 
-def changed_added_and_normed(
-    x: mx.array, weight: mx.array, change: Change, fed: mx.array, norm: mx.array, eps: float
-) -> tuple[mx.array, mx.array]:
-    """The same of a product that adapters have changed."""
-    added, normed = _summed(_parts(x, weight, change.a), fed.dtype, eps, change=change, fed=fed, norm=norm)
-    return added, normed
-
-
-def _summed(
-    parts: mx.array,
-    dtype: mx.Dtype,
-    eps: float = 0.0,
-    *,
-    change: Change | None = None,
-    is_gated: bool = False,
-    **others: mx.array,
-) -> list[mx.array]:
-    """[rows, out] of `parts`; or both of `added_and_normed`, with `others` what the layer was fed and the norm's.
-
-    `change`: of outputs that A's lie behind. `is_gated`: SwiGLU of the halves.
-    """
-    rows, width = parts.shape[-2], parts.shape[-1] - (0 if change is None else change.inner)
-    made = width // 2 if is_gated else width
-    tile = made if others or made <= _WIDEST else _TILE
-    threads = -(-tile // _PER // 32) * 32
+def _summed(parts: mx.array, dtype: mx.Dtype, eps: float = 0.0, **others: mx.array) -> list[mx.array]:
+    """[rows, out] of `parts`; or both of `added_and_normed`, with `others` what the layer was fed and the norm's."""
+    rows, width = parts.shape[-2:]
+    threads = -(-width // _PER // 32) * 32
     settings = {"WIDTH": width, "PARTS": 1 if parts.ndim == 2 else parts.shape[0], "THREADS": threads}
     outputs = ("out", "normed") if others else ("out",)
-    headers: tuple[str, ...] = ("tensor_cores.cuh", *(("#define NORMED", "add_and_norm.cuh") if others else ()))
-    inputs: dict[str, mx.array] = {"parts": parts, **others}
-    if change is not None:
-        headers = (*headers, *_CHANGED)
-        changes, changing = _changes(change)
-        inputs, settings = inputs | changes, settings | changing
-    summed: list[mx.array] = kernel(_SUM, tuple(inputs), outputs, headers)(
-        inputs=list(inputs.values()),
-        template=[
-            ("T", dtype), ("P", parts.dtype), *settings.items(), ("GATED", is_gated), ("EPS", number(eps)),
-        ],
-        grid=(rows * threads, -(-made // (threads * _PER)), 1),
+    headers = ("#define NORMED", "add_and_norm.cuh") if others else ()
+    made: list[mx.array] = kernel(_SUM, ("parts", *others), outputs, headers)(
+        inputs=[parts, *others.values()],
+        template=[("T", dtype), ("P", parts.dtype), *settings.items(), ("EPS", number(eps))],
+        grid=(rows * threads, 1, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(rows, made)] * len(outputs),
+        output_shapes=[(rows, width)] * len(outputs),
         output_dtypes=[dtype] * len(outputs),
-    )  # fmt: skip
-    return summed
-
-
-def _changes(change: Change) -> tuple[dict[str, mx.array], dict[str, int]]:
-    """Arrays and constants of a change, with as many linears as the kernel has names for."""
-    bs = [*change.bs, *change.bs[:1] * (_MOST_CHANGED - len(change.bs))]
-    begins = [*change.begins, *[0] * (_MOST_CHANGED - len(change.bs))]
-    constants = {"LINEARS": len(change.bs), "RANKS": change.a.shape[1], "INNER": change.inner}
-    constants |= {f"BEGIN{at}": begin for at, begin in enumerate(begins)}
-    constants |= {f"WIDTH{at}": b.shape[2] for at, b in enumerate(bs)}
-    return {"slots": change.slots} | {f"b{at}": b for at, b in enumerate(bs)}, constants
+    )
+    return made
 
 
 @cache
-def blocks_of_many(outputs: int, inputs: int, *, is_gated: bool, widest: int = _OUTPUTS_OF_MANY[-1]) -> tuple[int, int]:
-    """Outputs of a block, at most `widest`, and stretches of the inputs."""
-    widths = [width for width in _OUTPUTS_OF_MANY if width <= widest]
+def blocks_of_many(outputs: int, inputs: int, *, is_gated: bool) -> tuple[int, int]:
+    """Outputs of a block, and stretches of the inputs."""
     return min(
-        ((width, splits) for width in widths for splits in _SPLITS if splits == 1 or not is_gated),
+        ((width, splits) for width in _OUTPUTS_OF_MANY for splits in _SPLITS if splits == 1 or not is_gated),
         key=lambda blocks: _ns_of_many(outputs, inputs, *blocks),
     )
 
