@@ -33,7 +33,7 @@ METAL_SWITCH = "PARALLM_METAL_LORA"  # 0: MLX's operations on a Mac
 COLUMNS = 8  # columns that one thread computes: 16 bytes of bf16
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """How a block reads A, whose latency bounds it."""
 
     threads: int
@@ -42,7 +42,7 @@ class _Block(NamedTuple):
 
 # On an H200, 32 rows on 8 adapters of rank 16 in a chain of a 4B model's products: with 256 threads and 4 inputs these
 # kernels add 1.0 ms to a step, with 512 and 8 they add 0.6. A Mac's were not measured.
-_CUDA_BLOCK, _METAL_BLOCK = _Block(512, 8), _Block(256, 4)
+CUDA_BLOCK, METAL_BLOCK = Block(512, 8), Block(256, 4)
 
 # The arithmetic is written once; these are the words in which CUDA and Metal differ.
 _CUDA_WORDS = """
@@ -125,12 +125,12 @@ class _Columns(NamedTuple):
     width: int  # of the whole output
     projection: int | None  # that makes them; None: it has no adapters
 
-    def tiles(self, block: _Block) -> int:
+    def tiles(self, block: Block) -> int:
         """Blocks that a row of them needs."""
         return -(-self.across // (block.threads * COLUMNS))
 
 
-def _select(columns: Sequence[_Columns], block: _Block) -> str:
+def _select(columns: Sequence[_Columns], block: Block) -> str:
     """Those of this block: tiles of all are laid end to end."""
     text, begin = "", 0
     for each in columns:
@@ -214,7 +214,7 @@ def _call(
     outputs, projections = (len(widths), len(widths)) if joined is None else (1, len(joined))
     is_metal = on_metal()
     of = (_METAL_TYPES if is_metal else _CUDA_TYPES)[dtype]
-    block = _METAL_BLOCK if is_metal else _CUDA_BLOCK
+    block = METAL_BLOCK if is_metal else CUDA_BLOCK
     constants = {"IN": inputs, "R": rank, "JR": rank * projections, "NT": block.threads}
     defines = "".join(f"  constexpr int {name} = {value};\n" for name, value in constants.items())
     names = [

@@ -29,6 +29,7 @@ from mlx_model.config import EngineConfig, SlotConfig
 from mlx_model.device import on_cuda
 from mlx_model.kv.cuda import attention as cuda_attention
 from mlx_model.loader import LoadedModel
+from mlx_model.lora import kernels
 from mlx_model.step.decode_step import join_products
 from shared.adapters import AdapterManifest
 from shared.sequences import ModelCard, SamplingParams, SequenceSpec
@@ -273,8 +274,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[8, 32])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--counts", type=int, nargs="*", default=[1, 4, 8], help="adapters in a batch")
+    parser.add_argument("--block", type=int, nargs=2, help="threads and inputs at once of the CUDA kernel of deltas")
     parser.add_argument("--only", choices=("overhead", "loads"))
     args = parser.parse_args()
+    if args.block:
+        kernels.CUDA_BLOCK = kernels.Block(*args.block)
     is_cpu = mx.default_device() == mx.Device(mx.cpu)
     dtype = "float32" if is_cpu else "bfloat16"
     print(f"{mx.default_device()}, {os.cpu_count()} cores, {dtype}; min-median-max of {ROUNDS}")

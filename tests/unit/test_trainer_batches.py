@@ -118,12 +118,9 @@ def test_microbatches_keep_to_the_budget_and_lose_no_sample() -> None:
 
 def test_a_part_of_the_next_group_fills_a_microbatch_unless_its_prompt_is_most_of_it() -> None:
     groups = [SampleGroup(str(i), (1,) * 8, tuple(sample(*range(8)) for _ in range(8))) for i in range(3)]  # 72 each
-    cut = [[len(part.samples) for part in batch] for batch in microbatches(groups, lambda: 96)]
-    assert cut == [[8, 2], [6, 4], [4]], "96, 96 and 40 positions"
-    assert [len(batch) for batch in microbatches(groups, lambda: 87)] == [1, 1, 1], "a sample does not fit"
-    assert [len(batch) for batch in microbatches(groups, lambda: 72)] == [1, 1, 1]
-    long = [SampleGroup(str(i), (1,) * 16, tuple(sample(*range(4)) for _ in range(4))) for i in range(2)]  # 32 each
-    assert [len(batch) for batch in microbatches(long, lambda: 56)] == [1, 1], "16 positions again, for 12 of samples"
+    cut = [[len(part.samples) for part in batch] for batch in microbatches(groups, lambda: 104)]
+    assert cut == [[8, 3], [5, 6], [2]], "104, 104 and 24 positions"
+    assert [len(batch) for batch in microbatches(groups, lambda: 96)] == [1, 1, 1], "8 of 24 would be prompt"
 
 
 def test_a_sample_larger_than_the_budget_stands_alone() -> None:

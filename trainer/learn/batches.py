@@ -214,13 +214,16 @@ def _advantages(
     return [float(a) for a in group_advantages(rewards, scale)]
 
 
+_FILLS = 4  # times as many positions as its prompt has: a part of a group that fills up a microbatch
+
+
 def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iterator[list[SampleGroup]]:
     """Cut groups into microbatches of at most this many positions; a sample is never cut.
 
     `size` is asked anew for each microbatch, right before it is cut. Groups of similar prompt length go together, so
     that little is padding. A group that does not fit is divided, and its prompt is computed once in each part: if it is
-    too large for one microbatch, or if a part that is no more prompt than completions fits behind other groups. On a
-    GPU a small microbatch takes as long as one that is several times as large.
+    too large for one microbatch, or if a part with little prompt fits behind other groups. On a GPU a small microbatch
+    takes as long as one that is several times as large.
     """
     waiting = deque(sorted(groups, key=lambda group: (len(group.prompt_ids), group.id)))
     while waiting:
@@ -231,7 +234,7 @@ def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iter
             left -= batch[-1].tokens
         if waiting:
             part, rest = _divide(waiting[0], left)
-            if not batch or 2 * len(part.prompt_ids) <= part.tokens <= left:
+            if not batch or _FILLS * len(part.prompt_ids) <= part.tokens <= left:
                 batch.append(part)
                 waiting.popleft()
                 if rest.samples:
