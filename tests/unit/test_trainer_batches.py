@@ -105,6 +105,15 @@ def test_rows_that_fill_up_are_in_no_loss_and_few_counts_occur() -> None:
     assert counts == {64, 80, 96, 112, 128}
 
 
+def test_a_layout_is_another_where_other_operations_compute_it() -> None:
+    def of(*counts: int) -> tuple[int, ...]:
+        return pad([SampleGroup(str(at), (1, 2), (sample(7, 8),) * count) for at, count in enumerate(counts)]).layout
+
+    assert of(1, 5) == of(2, 4), "each prompt's keys are repeated by themselves"
+    assert of(3, 3) != of(2, 4), "those of all prompts at once"
+    assert len({of(3, 3), of(2, 2), of(2, 2, 2)}) == 3
+
+
 def test_microbatches_keep_to_the_budget_and_lose_no_sample() -> None:
     groups = [SampleGroup(str(i), (1,) * (i + 1), tuple(sample(2, 3) for _ in range(4))) for i in range(6)]
     batches = list(microbatches(groups, lambda: 12))

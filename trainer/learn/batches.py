@@ -96,6 +96,12 @@ class Microbatch:
     images: tuple[bytes, ...] = ()  # keys of those of all prompts, one prompt after another
     image_token: int = 0
 
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Shapes, and whether all prompts have as many rows: where it is equal, the same operations compute it."""
+        counts = np.bincount(self.prompt_of_B)
+        return *self.prompt_PS.shape, *self.completion_BT.shape, int(counts.min() == counts.max())
+
 
 def group_advantages(rewards_G: npt.ArrayLike, scale: AdvantageScale = "mean") -> npt.NDArray[np.float32]:
     """Advantages [G] of one group's rewards [G].

@@ -100,7 +100,7 @@ class Optimizer:
         )
         self._told_of_memory = False
         self._waited_s = math.inf  # that others have computed since the latest microbatch
-        self._compiled = set[tuple[int, ...]]()  # shapes of microbatches
+        self._compiled = set[tuple[int, ...]]()  # layouts of microbatches
         self.adam = AdamSteps(policy.model, None if options.value is None else _is_head)
 
     def train_step(
@@ -292,9 +292,8 @@ class Optimizer:
         if self._size.bound_s:
             seconds, held, waited_s = self.policy.same(seconds, nbytes, waited_s)
             nbytes = int(held)
-        shape = *batch.prompt_PS.shape, *batch.completion_BT.shape
-        is_new = not on_cpu() and shape not in self._compiled
-        self._compiled.add(shape)
+        is_new = not on_cpu() and batch.layout not in self._compiled
+        self._compiled.add(batch.layout)
         took = batch.positions, batch.tokens, seconds, nbytes
         self._size.took(prepared.asked, *took, waited_s=waited_s, is_new=is_new)
         if bound and nbytes > bound and len(batch.completion_BT) == 1 and not self._told_of_memory:
