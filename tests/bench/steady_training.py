@@ -95,7 +95,7 @@ class Training:
         self._next()
 
     def steady_rate(self, steps: int) -> float:
-        """Tokens a second over whole train steps, once the size of a microbatch is found."""
+        """Tokens a second of the median train step, once the size of a microbatch is found."""
         self.settle_size()
         first = len(self.ended)
         self.start()
@@ -109,7 +109,7 @@ class Training:
         if len(ended) < 2:
             raise RuntimeError(f"no two train steps ended within {SETTLE_S:.0f} s")
         tokens = sum(len(sample.mask) for group in self.groups for sample in group.samples)
-        return tokens * (len(ended) - 1) / (ended[-1] - ended[0])
+        return float(tokens / np.median(np.diff(ended)))
 
 
 def random_groups(groups: int, samples: int, prompt: int, completion: int, vocab: int) -> list[SampleGroup]:

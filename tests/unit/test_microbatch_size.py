@@ -1,5 +1,6 @@
 """The size of a microbatch, found from the times that others have taken."""
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -57,13 +58,19 @@ def test_half_of_the_best_rate_where_starting_takes_longer_than_the_bound(start_
 
 def test_what_takes_longer_than_the_bound_takes_little_longer_at_a_far_better_rate() -> None:
     """Times of a 4B on an H200, where a microbatch takes as long as its operations take to be started."""
-    times = {128: 0.255, 256: 0.257, 512: 0.207, 1024: 0.229, 2048: 0.296, 4096: 0.6}
-    for waited_s in (1.0, 0.0):
+    times, noise = {128: 0.255, 256: 0.257, 512: 0.207, 1024: 0.229, 2048: 0.296, 4096: 0.6}, random.Random(0)
+    for waited_s in (1.0, 0.0) * 10:
         size = MicrobatchSize(8192, 0.05)
         for _ in range(100):
             n = size.positions
-            size.took(n, n, n, times[n], waited_s=waited_s)
+            size.took(n, n, n, times[n] * noise.uniform(0.95, 1.05), waited_s=waited_s)
         assert size.positions == 2048
+
+
+def test_a_bound_that_a_smaller_size_keeps_is_kept_though_a_larger_one_takes_hardly_longer() -> None:
+    times = {32: 0.042, 64: 0.085, 128: 0.169, 256: 0.339, 512: 0.491, 1024: 0.933, 2048: 1.8, 4096: 2.6, 8192: 3.1}
+    size, _ = run(lambda n: times[n], 0.05)
+    assert size.positions == 32
 
 
 def test_a_bump_in_the_curve_is_no_end() -> None:

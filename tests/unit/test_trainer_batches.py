@@ -132,6 +132,16 @@ def test_a_part_of_the_next_group_fills_a_microbatch_unless_its_prompt_is_most_o
     assert [len(batch) for batch in microbatches(groups, lambda: 96)] == [1, 1, 1], "8 of 24 would be prompt"
 
 
+def test_a_long_sample_does_not_pad_many_short_ones() -> None:
+    short = [SampleGroup(f"s{i}", (1,) * 4, tuple(sample(*range(4)) for _ in range(8))) for i in range(8)]
+    long = [SampleGroup(f"l{i}", (1,) * 8, tuple(sample(*range(100)) for _ in range(8))) for i in range(2)]
+    for size in (4096, 800, 300):
+        batches = list(microbatches(short + long, lambda size=size: size))
+        assert sum(pad(batch).completion_BT.size for batch in batches) == 64 * 4 + 16 * 100
+    near = [replace(short[0], id="n", samples=(sample(*range(6)),) * 8), *short]
+    assert len(list(microbatches(near, lambda: 4096))) == 1, "6 ids beside 4 are little padding"
+
+
 def test_a_sample_larger_than_the_budget_stands_alone() -> None:
     batches = microbatches([SampleGroup("a", (1,), (sample(*range(50)), sample(1)))], lambda: 8)
     assert [[len(part.samples) for part in batch] for batch in batches] == [[1], [1]]

@@ -221,31 +221,44 @@ def _advantages(
 
 
 _FILLS = 4  # times as many positions as its prompt has: a part of a group that fills up a microbatch
+_PADDED = 1.5  # times what groups take alone: what they may take together, padded to the longest of all
 
 
 def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iterator[list[SampleGroup]]:
     """Cut groups into microbatches of at most this many positions; a sample is never cut.
 
-    `size` is asked anew for each microbatch, right before it is cut. Groups of similar prompt length go together, so
-    that little is padding. A group that does not fit is divided, and its prompt is computed once in each part: if it is
-    too large for one microbatch, or if a part with little prompt fits behind other groups. On a GPU a small microbatch
-    takes as long as one that is several times as large.
+    `size` is asked anew for each microbatch, right before it is cut. Groups of similar prompt length go together, and
+    groups of very different completions do not, so that little is padding. A group that does not fit is divided, and
+    its prompt is computed once in each part: if it is too large for one microbatch, or if a part with little prompt
+    fits behind other groups. On a GPU a small microbatch takes as long as one that is several times as large.
     """
     waiting = deque(sorted(groups, key=lambda group: (len(group.prompt_ids), group.id)))
     while waiting:
         left = size()
         batch: list[SampleGroup] = []
-        while waiting and waiting[0].tokens <= left:
+        while waiting and waiting[0].tokens <= left and _goes_with(batch, waiting[0]):
             batch.append(waiting.popleft())
             left -= batch[-1].tokens
         if waiting:
             part, rest = _divide(waiting[0], left)
-            if not batch or _FILLS * len(part.prompt_ids) <= part.tokens <= left:
+            fills = _FILLS * len(part.prompt_ids) <= part.tokens <= left and _goes_with(batch, part)
+            if fills or not batch:
                 batch.append(part)
                 waiting.popleft()
                 if rest.samples:
                     waiting.appendleft(rest)
         yield batch
+
+
+def _goes_with(batch: Sequence[SampleGroup], group: SampleGroup) -> bool:
+    together = [*batch, group]
+    return not batch or _area(together) <= _PADDED * sum(_area([each]) for each in together)
+
+
+def _area(groups: Sequence[SampleGroup]) -> int:
+    """Positions of a microbatch, padding among them."""
+    lengths = [len(sample.completion_ids) for group in groups for sample in group.samples]
+    return len(groups) * max(len(group.prompt_ids) for group in groups) + len(lengths) * max(lengths, default=0)
 
 
 class Padding(NamedTuple):
