@@ -235,13 +235,13 @@ def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iter
     waiting = deque(sorted(groups, key=lambda group: (len(group.prompt_ids), group.id)))
     while waiting:
         left = size()
-        batch: list[SampleGroup] = []
-        while waiting and waiting[0].tokens <= left and _goes_with(batch, waiting[0]):
+        batch, area = list[SampleGroup](), _Area()
+        while waiting and waiting[0].tokens <= left and (wider := area.plus(waiting[0])).is_little_padding:
             batch.append(waiting.popleft())
-            left -= batch[-1].tokens
+            left, area = left - batch[-1].tokens, wider
         if waiting:
             part, rest = _divide(waiting[0], left)
-            fills = _FILLS * len(part.prompt_ids) <= part.tokens <= left and _goes_with(batch, part)
+            fills = _FILLS * len(part.prompt_ids) <= part.tokens <= left and area.plus(part).is_little_padding
             if fills or not batch:
                 batch.append(part)
                 waiting.popleft()
@@ -250,15 +250,29 @@ def microbatches(groups: Sequence[SampleGroup], size: Callable[[], int]) -> Iter
         yield batch
 
 
-def _goes_with(batch: Sequence[SampleGroup], group: SampleGroup) -> bool:
-    together = [*batch, group]
-    return not batch or _area(together) <= _PADDED * sum(_area([each]) for each in together)
+class _Area(NamedTuple):
+    """Positions that groups take, padded to the longest of all and each by itself."""
 
+    prompts: int = 0
+    longest_prompt: int = 0
+    rows: int = 0
+    longest: int = 0  # completion
+    alone: int = 0
 
-def _area(groups: Sequence[SampleGroup]) -> int:
-    """Positions of a microbatch, padding among them."""
-    lengths = [len(sample.completion_ids) for group in groups for sample in group.samples]
-    return len(groups) * max(len(group.prompt_ids) for group in groups) + len(lengths) * max(lengths, default=0)
+    def plus(self, group: SampleGroup) -> "_Area":
+        prompt, lengths = len(group.prompt_ids), [len(sample.completion_ids) for sample in group.samples]
+        longest = max(lengths, default=0)
+        return _Area(
+            self.prompts + 1,
+            max(self.longest_prompt, prompt),
+            self.rows + len(lengths),
+            max(self.longest, longest),
+            self.alone + prompt + len(lengths) * longest,
+        )
+
+    @property
+    def is_little_padding(self) -> bool:
+        return self.prompts * self.longest_prompt + self.rows * self.longest <= _PADDED * self.alone
 
 
 class Padding(NamedTuple):
