@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -329,6 +330,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="processes that each worker's model is divided over")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a process that dies of a signal says where, in all threads
     report, faults = asyncio.run(
         run(
             60 * options.minutes,
