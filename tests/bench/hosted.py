@@ -34,7 +34,7 @@ from shared.seeds import derived_seed
 from shared.text.codec import TextCodec
 from tests.bench.local_ring import LocalRing, LocalSink, LocalSource
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
-from tests.bench.steady_training import Training, random_groups
+from tests.bench.steady_training import Training, random_groups, tokens_of
 from tests.bench.utilisation import StepWork, product_rate
 from tests.training.nobody import NoBoard, NoOrders
 from trainer.hosted import FREE_PART, rehearse
@@ -321,7 +321,7 @@ def train_alone(ring: LocalRing, settings: TrainSettings, groups: list[SampleGro
             pass
         times.append(time.perf_counter() - began)
     yield
-    return sum(len(sample.mask) for group in groups for sample in group.samples) / median(times[1:])
+    return tokens_of(groups) / median(times[1:])
 
 
 def sizes_of(options: Options) -> tuple[int, int, int, int]:

@@ -1,6 +1,7 @@
 """Train steps without end on one batch, in the engine's thread, to be switched on and off."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,6 @@ class Training:
     ring: LocalRing
     learner: PolicyLearner | None
     groups: list[SampleGroup]
-    steps: int = 0
     tokens: int = 0
     peak_bytes: int = 0
     on: bool = False
@@ -45,15 +45,23 @@ class Training:
 
         self.size.took = count  # type: ignore[method-assign]
 
+    @property
+    def steps(self) -> int:
+        """Train steps that have ended."""
+        return len(self.ended)
+
     def start(self) -> None:
         self.on = True
         self._next()
 
     def settle(self) -> None:
         """Until kernels are compiled and the size of a microbatch is found: two train steps."""
+        self._run_until(lambda: self.steps >= 2)
+
+    def _run_until(self, done: Callable[[], bool]) -> None:
         self.start()
         until = time.monotonic() + SETTLE_S
-        while self.steps < 2 and not self.error and time.monotonic() < until:
+        while not done() and not self.error and time.monotonic() < until:
             time.sleep(0.1)
         self.stop()
 
@@ -90,26 +98,25 @@ class Training:
             self.error = error
             return
         assert report.updated, report
-        self.steps += 1
         self.ended.append(time.perf_counter())
         self._next()
 
     def steady_rate(self, steps: int) -> float:
         """Tokens a second of the median train step, once the size of a microbatch is found."""
         self.settle_size()
-        first = len(self.ended)
-        self.start()
-        until = time.monotonic() + SETTLE_S
-        while len(self.ended) <= first + steps and not self.error and time.monotonic() < until:
-            time.sleep(0.01)
-        self.stop()
+        first = self.steps
+        self._run_until(lambda: self.steps > first + steps)
         if self.error:
             raise self.error
         ended = self.ended[first : first + steps + 1]
         if len(ended) < 2:
             raise RuntimeError(f"no two train steps ended within {SETTLE_S:.0f} s")
-        tokens = sum(len(sample.mask) for group in self.groups for sample in group.samples)
-        return float(tokens / np.median(np.diff(ended)))
+        return float(tokens_of(self.groups) / np.median(np.diff(ended)))
+
+
+def tokens_of(groups: list[SampleGroup]) -> int:
+    """Completion tokens of a train step."""
+    return sum(len(sample.mask) for group in groups for sample in group.samples)
 
 
 def random_groups(groups: int, samples: int, prompt: int, completion: int, vocab: int) -> list[SampleGroup]:

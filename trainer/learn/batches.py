@@ -98,7 +98,10 @@ class Microbatch:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Shapes, and whether all prompts have as many rows: where it is equal, the same operations compute it."""
+        """Shapes, and whether all prompts have as many rows: where it is equal, the same operations compute it.
+
+        Their keys and values are repeated in another way then (`prompt_kv.py:copied`).
+        """
         counts = np.bincount(self.prompt_of_B)
         return *self.prompt_PS.shape, *self.completion_BT.shape, int(counts.min() == counts.max())
 

@@ -292,8 +292,9 @@ class Optimizer:
         if self._size.bound_s:
             seconds, held, waited_s = self.policy.same(seconds, nbytes, waited_s)
             nbytes = int(held)
-        is_new = not on_cpu() and batch.layout not in self._compiled
-        self._compiled.add(batch.layout)
+        layout = batch.layout
+        is_new = not on_cpu() and layout not in self._compiled
+        self._compiled.add(layout)
         took = batch.positions, batch.tokens, seconds, nbytes
         self._size.took(prepared.asked, *took, waited_s=waited_s, is_new=is_new)
         if bound and nbytes > bound and len(batch.completion_BT) == 1 and not self._told_of_memory:
