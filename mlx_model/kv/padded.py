@@ -12,7 +12,7 @@ finite (https://github.com/pytorch/pytorch/issues/196678).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -64,6 +64,23 @@ class PaddedRead:
             mask = self.masks.numbers(mask, queries.dtype)
             queries, keys, values = map(_in_tiles, (queries, keys, values))
         return fused(queries, keys, values, scale=scale, mask=mask, sinks=sinks)[:, :, :count]
+
+
+@dataclass(frozen=True, eq=False)
+class PartsRead:
+    """The same for sequences of several shapes, which lie in one array: each of these parts has a read and a mask."""
+
+    reads: Sequence[PaddedRead]
+    seen: Sequence[mx.array]
+    apart: Callable[[mx.array], Sequence[mx.array]]  # an array as those of its parts
+    joined: Callable[[Sequence[mx.array]], mx.array]
+
+    def attended(
+        self, fused: Callable[..., mx.array], queries: mx.array, scale: float, mask: None, sinks: Any
+    ) -> mx.array:
+        """Output of MLX's attention `fused`, in the shape of the queries."""
+        parts = zip(self.reads, self.apart(queries), self.seen, strict=True)
+        return self.joined([read.attended(fused, part, scale, seen, sinks) for read, part, seen in parts])
 
 
 def _in_tiles(array: mx.array) -> mx.array:

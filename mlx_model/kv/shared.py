@@ -37,7 +37,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from mlx_model.cuda import fused
 from mlx_model.kv.apart import ApartRead
-from mlx_model.kv.padded import PaddedRead
+from mlx_model.kv.padded import PaddedRead, PartsRead
 from mlx_model.kv.quantised import Packing
 from mlx_model.kv.ragged import RaggedKVCache, RaggedQuantisedKVCache
 
@@ -447,7 +447,7 @@ def install() -> None:
     def attention(q: mx.array, k: Any, v: Any, *, scale: float, mask: Any = None, sinks: Any = None) -> mx.array:
         if isinstance(k, SharedRead):
             return k.attended(q, scale, mask, sinks)
-        if isinstance(k, (ApartRead, PaddedRead)):
+        if isinstance(k, (ApartRead, PaddedRead, PartsRead)):
             return k.attended(fused_attention, q, scale, mask, sinks)
         if isinstance(k, _Turned):
             return cast(mx.array, v.linear(k.read.attended(k.linear(q), scale, mask, sinks)))

@@ -20,8 +20,8 @@ from mlx_model.lora.stacks import AdaptedModel
 from tests.engine.kv_models import RECURRENT, WINDOW, WINDOWED, small
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from trainer.learn import logprobs
-from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
-from trainer.learn.logprobs import can_share_prompts, row_scores, shared_scores, to_arrays
+from trainer.learn.batches import PADDING, Microbatch, Padding, Sample, SampleGroup, pad
+from trainer.learn.logprobs import can_go_at_once, can_share_prompts, row_scores, shared_scores, to_arrays
 from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy, share_tree
 from trainer.state import Arrays
@@ -45,7 +45,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
     return make
 
 
-def microbatch(vocabulary: int = 300, longest: int = 9) -> Microbatch:
+def microbatch(vocabulary: int = 300, longest: int = 9, padding: Padding = PADDING) -> Microbatch:
     rng = np.random.default_rng(0)
 
     def ids(n: int) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ def microbatch(vocabulary: int = 300, longest: int = 9) -> Microbatch:
         SampleGroup("a", ids(3), (sample(5), sample(1), sample(4))),
         SampleGroup("b", ids(longest), (sample(2), sample(6))),
     ]
-    return pad(groups)
+    return pad(groups, padding)
 
 
 def moved(policy: Policy, size: float = 0.05) -> Arrays:
@@ -258,11 +258,11 @@ def test_layers_of_every_kind_hand_their_prompt_on_with_its_gradients(
     name: str, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window, too, that most of a prompt lies before; keys and values are copied, then read where they are, then in
-    the shapes of CUDA's fused attention.
+    the shapes of CUDA's fused attention, there also in one forward pass with the prompts.
     """
     policy = Policy(small(name, llama).model, AdapterShape())
     policy.load(moved(policy))
-    x = to_arrays(microbatch(longest=3 * WINDOW))
+    x = to_arrays(microbatch(longest=3 * WINDOW, padding=Padding(last=1)))
     shared = policy.scores
     assert isinstance(shared, partial) and (shared.keywords["reads"] is None) == (name == "mamba2")
 
@@ -277,7 +277,10 @@ def test_layers_of_every_kind_hand_their_prompt_on_with_its_gradients(
     fused = partial(
         shared_scores, reads="fused" if shared.keywords["reads"] == "keys" else None, chunk=5, learns="logp"
     )
-    for scores, least in ((shared, 1 << 40), (shared, 0), (fused, 1 << 40)):
+    goes = can_go_at_once(policy.base)
+    assert goes == (name not in (*WINDOWED, *RECURRENT, "deepseek_v3"))
+    at_once = partial(fused, reads="at once" if goes else fused.keywords["reads"])
+    for scores, least in ((shared, 1 << 40), (shared, 0), (fused, 1 << 40), (at_once, 1 << 40)):
         monkeypatch.setattr(logprobs, "LEAST_SPARED", least)
         ours, found = gradient(scores)
         assert ours == pytest.approx(value, rel=1e-5)

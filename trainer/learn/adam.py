@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
+from mlx_model.device import on_cpu
 from trainer.state import GradientMeans, Moments
 
 
@@ -44,6 +45,8 @@ class AdamSteps:
 
     def __init__(self, model: nn.Module, apart: Callable[[str], bool] | None = None) -> None:
         self._model, self._apart = model, apart
+        self._constants: tuple[Any, ...] = ()  # of the update that was made last
+        self._updated: Callable[..., Any] = self._made
         self.reset()
 
     def reset(self) -> None:
@@ -62,23 +65,34 @@ class AdamSteps:
 
     def update(self, gradient: Any, sizes: StepSizes) -> tuple[float, bool]:
         """One update; the gradient's norm before clipping, and whether anything was changed."""
-        # Without a bound the gradient is multiplied by 1.
-        clipped, norm = optim.clip_grad_norm(gradient, sizes.max_grad_norm or math.inf)
-        if not math.isfinite(norm.item()):
-            return norm.item(), False
+        constants = sizes.betas, sizes.eps, sizes.weight_decay, sizes.max_grad_norm
+        if constants != self._constants:
+            # As one graph of few operations; on a CPU a compiler would run for seconds, and gain little.
+            self._constants = constants
+            self._updated = self._made if on_cpu() else mx.compile(self._made)
         before = self.state()
         for adam in self._parts:
             adam.learning_rate = sizes.learning_rate
             adam.betas, adam.eps, adam.weight_decay = list(sizes.betas), sizes.eps, sizes.weight_decay
         if self._apart is not None:
             self._parts[0].learning_rate = sizes.apart_rate
-        weights = self._adam.apply_gradients(clipped, self._model)
-        mx.eval(weights, self._adam.state)
-        if not all_finite(weights):
+        norm, is_finite, weights, state = self._updated(gradient, self.parameters(), self._adam.state)
+        mx.eval(norm, is_finite, weights, state)
+        if not is_finite.item():
             self.put_back(before)
             return norm.item(), False
-        self._model.update(weights)
+        self.put_back(state, weights)
         return norm.item(), True
+
+    def _made(self, gradient: Any, weights: Any, state: Any) -> tuple[mx.array, mx.array, Any, Any]:
+        """Norm of the gradient, whether all is finite, and what an update makes of weights and state."""
+        _, _, _, max_grad_norm = self._constants
+        # Without a bound the gradient is multiplied by 1.
+        clipped, norm = optim.clip_grad_norm(gradient, max_grad_norm or math.inf)
+        self._adam.state = state
+        updated = self._adam.apply_gradients(clipped, weights)
+        checks = [mx.isfinite(value).all() for _, value in tree_flatten(updated)]
+        return norm, mx.stack([mx.isfinite(norm), *checks]).all(), updated, self._adam.state
 
     def state(self) -> Any:
         """The present moments, to be put back by `put_back`; arrays are shared, since an update replaces them."""

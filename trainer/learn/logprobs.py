@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -20,10 +21,10 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from mlx_model.kv.kinds import leaves, mapped
 from mlx_model.kv.padded import Masks
 from mlx_model.kv.shared import Form, Groups
-from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
+from trainer.learn.batches import Microbatch, Padding, Sample, SampleGroup, pad
 from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
 from trainer.learn.picture_places import Laid, Shown, behind, looking, shown
-from trainer.learn.prompt_kv import PromptKeys
+from trainer.learn.prompt_kv import LEAST_WIDTH, PieceKeys, Pieces, PromptKeys
 from trainer.learn.routes import Routes, of_prompts, of_rest, of_rows, replay_of, replaying
 from trainer.rollouts.sight import Sight
 
@@ -44,8 +45,8 @@ class TokenScores(NamedTuple):
 
 Learns = Literal["all", "logp"]  # which scores need gradients
 # How rows read prompts: where they are, in a form of this model's leaves, if that pays; or copies of them, in shapes of
-# which MLX's fused attention has gradients (mlx_model/kv/padded.py).
-Reads = Form | Literal["fused"]
+# which MLX's fused attention has gradients (mlx_model/kv/padded.py), behind them or in one forward pass with them.
+Reads = Form | Literal["fused", "at once"]
 ValueOf = Callable[[mx.array], mx.array]  # hidden states [..., H] in fp32 to values [..., 1]
 
 
@@ -238,18 +239,33 @@ def can_share_prompts(model: Any, *, tries: bool = True) -> bool:
     return known and tries and _is_right(model)
 
 
+def can_go_at_once(model: Any) -> bool:
+    """True if `shared_scores` may compute this model's prompts and completions in one forward pass, by a trial."""
+    new = leaves(make_prompt_cache(model))
+    return all(type(leaf) is KVCache for leaf in new) and _agree(
+        model, partial(shared_scores, reads="at once"), partial(shared_scores, reads="fused")
+    )
+
+
 def _is_right(model: Any) -> bool:
+    return _agree(model, shared_scores, row_scores)
+
+
+def _agree(model: Any, one: Callable[..., TokenScores], other: Callable[..., TokenScores]) -> bool:
+    """True if both compute the same log-probabilities of a few tokens."""
+
     def sample(*ids: int) -> Sample:
         return Sample(ids, (0.0,) * len(ids), (True,) * len(ids), (0,) * len(ids), 0.0)
 
     x = to_arrays(
-        pad([SampleGroup("a", (1, 2, 3), (sample(4, 5, 6), sample(7))), SampleGroup("b", (8,), (sample(9, 1),))])
+        pad(
+            [SampleGroup("a", (1, 2, 3), (sample(4, 5, 6), sample(7))), SampleGroup("b", (8,), (sample(9, 1),))],
+            Padding(last=1),
+        )
     )
     try:
-        shared_BT, rows_BT = (
-            mx.where(x.mask_BT, scores(model, x, entropy=False).logp_BT, 0.0) for scores in (shared_scores, row_scores)
-        )
-        return bool((mx.max(mx.abs(shared_BT - rows_BT)) < _CLOSE * mx.max(mx.abs(rows_BT))).item())
+        one_BT, other_BT = (mx.where(x.mask_BT, of(model, x, entropy=False).logp_BT, 0.0) for of in (one, other))
+        return bool((mx.max(mx.abs(one_BT - other_BT)) < _CLOSE * mx.max(mx.abs(other_BT))).item())
     except Exception:  # masks and state of the model's own
         return False
 
@@ -280,7 +296,12 @@ def shared_scores(
 
 def _behind_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays, reads: Reads | None) -> mx.array:
     """Hidden states [B, T, H] in which completions are drawn."""
-    masks = Masks() if reads == "fused" else None
+    lengths = x.prompt_PS.shape[1], x.completion_BT.shape[1] - 1
+    is_plain = x.seen is None and x.routes_BTN is None
+    if reads == "at once" and is_plain and lengths[1] and math.gcd(*lengths) >= LEAST_WIDTH:
+        return _with_prompts(model, body, x)
+    form: Form | None = None if reads == "fused" or reads == "at once" else reads
+    masks = Masks() if form != reads else None
     caches = mapped(make_prompt_cache(model), lambda leaf: _learning(leaf, x.padding_P, masks))
     replay = replay_of(model)
     routes_PSW = of_prompts(replay, x.routes_BTN, x.prompt_of_B, x.prompt_PS.shape[1])
@@ -289,11 +310,20 @@ def _behind_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays, r
     hidden_BTH = first_PH[x.prompt_of_B][:, None]
     if x.completion_BT.shape[1] == 1:
         return hidden_BTH
-    branches = _branches(caches, x, None if reads == "fused" else reads)
+    branches = _branches(caches, x, form)
     routes_BTW = of_rest(replay, x.routes_BTN)
     with behind(model, x.seen, x.completion_BT.shape[1] - 1), replaying(replay, routes_BTW):
         rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
     return mx.concatenate([hidden_BTH, rest_BTH], axis=1)
+
+
+def _with_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays) -> mx.array:
+    """The same in one forward pass: where positions are few, its time is that of starting operations."""
+    pieces = Pieces(x.padding_P, x.prompt_of_B, (x.prompt_PS.shape[1], x.completion_BT.shape[1] - 1))
+    ids_NW = pieces.joined([x.prompt_PS, x.completion_BT[:, :-1]])
+    caches = mapped(make_prompt_cache(model), lambda leaf: PieceKeys(pieces))
+    prompts_PSH, rest_BTH = pieces.apart(body(ids_NW, cache=caches))
+    return mx.concatenate([prompts_PSH[:, -1][x.prompt_of_B][:, None], rest_BTH], axis=1)
 
 
 def _prompt_by_prompt(model: Any, body: Callable[..., mx.array], x: BatchArrays, reads: Reads | None) -> mx.array:

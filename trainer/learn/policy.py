@@ -37,7 +37,15 @@ from mlx_model.sites import Whole
 from shared.adapter_files.config import mlx_config
 from shared.heads import VALUE, HeadSpec
 from trainer.learn.adam import all_finite
-from trainer.learn.logprobs import Learns, TokenScores, can_share_prompts, row_scores, shared_scores
+from trainer.learn.logprobs import (
+    Learns,
+    Reads,
+    TokenScores,
+    can_go_at_once,
+    can_share_prompts,
+    row_scores,
+    shared_scores,
+)
 from trainer.learn.options import AdapterShape
 from trainer.learn.peers import Peers
 from trainer.learn.picture_places import held
@@ -79,6 +87,8 @@ class Policy:
         self.origin: Arrays | None = None  # the adapter that the run began with; None: the base
         self.model: Any = share_tree(model)
         self.model.freeze()
+        self._copied: dict[str, mx.array] = {}  # what `_copy` is a copy of
+        self._copy: Arrays = {}
         self._scale = math.inf  # of the latest loss
         self._is_half = any(array.dtype == mx.float16 for _, array in tree_flatten(self.base.parameters()))
         self.peers = Peers(whole)
@@ -117,8 +127,10 @@ class Policy:
             return row_scores
         if self._ranks is not None or not (on_cpu() or padded.is_right()):
             return shared_scores
-        form = can_share(self.base, make_prompt_cache(self.base))
-        return partial(shared_scores, reads=form if on_cpu() else "fused" if form == "keys" else None)
+        reads: Reads | None = can_share(self.base, make_prompt_cache(self.base))
+        if not on_cpu() and reads is not None:
+            reads = None if reads == "latents" else "at once" if can_go_at_once(self.base) else "fused"
+        return partial(shared_scores, reads=reads)
 
     def value_and_grad(self, loss: Callable[..., Any], terms: int, *inputs: Any) -> tuple[Any, Any]:
         """Value and gradient of `loss(model, *inputs)`, which is a mean over so many terms, or begins with one.
@@ -203,8 +215,15 @@ class Policy:
         return dict(tree_flatten(self.model.trainable_parameters()))
 
     def weights(self) -> Arrays:
-        """A copy of the adapter as plain data, for other threads and for disk."""
-        return {name: np.array(value) for name, value in self.arrays().items()}
+        """A copy of the adapter as plain data, for other threads and for disk; of the same adapter the same arrays,
+        which nothing can write to.
+        """
+        arrays = self.arrays()
+        if any(value is not self._copied.get(name) for name, value in arrays.items()):
+            self._copied, self._copy = arrays, {name: np.array(value) for name, value in arrays.items()}
+            for value in self._copy.values():
+                value.flags.writeable = False
+        return dict(self._copy)
 
     def load(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Replace the adapter; ValueError when names or shapes differ."""

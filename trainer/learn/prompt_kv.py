@@ -1,16 +1,24 @@
 """Keys and values of prompts in a train step, with gradients: rows that continue the prompts copy them, or read them
 where they are.
+
+Prompts and the rows behind them take a forward pass each, or one together (`Pieces`), which starts half as many
+operations.
+
+Shape suffixes: P prompts, S their positions, B rows, T the positions of these that are fed, N pieces, W positions of a
+piece, D numbers of a head.
 """
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from mlx_model.kv.padded import Masks, PaddedRead
+from mlx_model.kv.padded import Masks, PaddedRead, PartsRead
 from mlx_model.kv.shared import Form, Groups, Pair, SharedRead, read_of, with_queries
 
+LEAST_WIDTH = 4  # of a piece; the trial has this one
 MOST_PARTS = 8  # prompts whose keys are copied for their rows one by one; of more, by an index
 
 
@@ -73,6 +81,72 @@ class PromptKeys:
         rows: list[int] = prompt_of_B.tolist()  # type: ignore[assignment]
         twin.keys, twin.values = (copied(each[:, :, unseen:], rows) for each in (self.keys, self.values))
         return twin
+
+
+class Pieces:
+    """Prompts [P, S] and the rows [B, T] that continue them, cut into pieces [N, W] for one forward pass."""
+
+    def __init__(self, padding_P: mx.array, prompt_of_B: mx.array, lengths: tuple[int, int]) -> None:
+        """`lengths`: S and T."""
+        self.padding_P, self.prompt_of_B = padding_P, prompt_of_B
+        self.width = math.gcd(*lengths)
+        self._lengths, self._end = lengths, len(padding_P) * lengths[0] // self.width
+        begins = (-padding_P, lengths[0] - padding_P[prompt_of_B])
+        self.offset_N = mx.concatenate(
+            [
+                (first[:, None] + mx.arange(0, of, self.width)).flatten()
+                for first, of in zip(begins, lengths, strict=True)
+            ]
+        )
+        self.masks = Masks()
+        prompts = PromptKeys(padding_P, masks=self.masks)
+        seen = prompts.make_mask(lengths[0])
+        prompts.keys = prompts.values = mx.zeros((len(padding_P), 1, lengths[0], 1))
+        self.seen = seen, prompts.branch(prompt_of_B).make_mask(lengths[1])
+
+    def apart(self, array: mx.array) -> list[mx.array]:
+        """An array [N, heads, W, D] as [P, heads, S, D] and [B, heads, T, D]; also one [N, W, D] as [P, S, D] and
+        [B, T, D].
+        """
+        parts = zip((array[: self._end], array[self._end :]), self._lengths, strict=True)
+        return [self._whole(part, length) for part, length in parts]
+
+    def _whole(self, part: mx.array, length: int) -> mx.array:
+        each = mx.unflatten(part, 0, (-1, length // self.width))
+        whole = each if part.ndim == 3 else each.swapaxes(1, 2)
+        return whole.flatten(-3, -2)
+
+    def joined(self, parts: Sequence[mx.array]) -> mx.array:
+        """Arrays [P, heads, S, D] and [B, heads, T, D] as [N, heads, W, D]; also ids [P, S] and [B, T] as [N, W]."""
+        return mx.concatenate([self._cut(part) for part in parts])
+
+    def _cut(self, whole: mx.array) -> mx.array:
+        if whole.ndim == 2:
+            return whole.reshape(-1, self.width)
+        return mx.unflatten(whole, 2, (-1, self.width)).swapaxes(1, 2).flatten(0, 1)
+
+
+class PieceKeys:
+    """The cache of all pieces in one layer and for one forward pass."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self.offset = pieces.offset_N
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PartsRead, mx.array]:
+        """The pieces' keys and values [N, heads, W, D], in the form that attention reads."""
+        pieces = self._pieces
+        prompt, rows = zip(pieces.apart(keys), pieces.apart(values), strict=True)
+        prompts = PromptKeys(pieces.padding_P, masks=pieces.masks)
+        first, _ = prompts.update_and_fetch(*prompt)
+        rest, _ = prompts.branch(pieces.prompt_of_B).update_and_fetch(*rows)
+        assert isinstance(first, PaddedRead) and isinstance(rest, PaddedRead)
+        return PartsRead((first, rest), pieces.seen, pieces.apart, pieces.joined), values
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """None: attention has the masks of both parts."""
+        if window_size is not None:
+            raise NotImplementedError("a window over pieces")
 
 
 class Continued:
