@@ -76,9 +76,11 @@ class PartsRead:
     joined: Callable[[Sequence[mx.array]], mx.array]
 
     def attended(
-        self, fused: Callable[..., mx.array], queries: mx.array, scale: float, mask: None, sinks: Any
+        self, fused: Callable[..., mx.array], queries: mx.array, scale: float, mask: Any, sinks: Any
     ) -> mx.array:
-        """Output of MLX's attention `fused`, in the shape of the queries."""
+        """Output of MLX's attention `fused`, in the shape of the queries; NotImplementedError for another mask."""
+        if mask is not None:
+            raise NotImplementedError("the parts have masks of their own")
         parts = zip(self.reads, self.apart(queries), self.seen, strict=True)
         return self.joined([read.attended(fused, part, scale, seen, sinks) for read, part, seen in parts])
 

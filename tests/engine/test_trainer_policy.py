@@ -8,10 +8,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
 
 from mlx_model import learning
+from mlx_model.kv.kinds import can_share
 from mlx_model.kv.padded import TILE, Masks, PaddedRead
 from mlx_model.learning import LearningLoRA
 from mlx_model.loader import LoadedModel
@@ -21,9 +23,10 @@ from tests.engine.kv_models import RECURRENT, WINDOW, WINDOWED, small
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from trainer.learn import logprobs
 from trainer.learn.batches import PADDING, Microbatch, Padding, Sample, SampleGroup, pad
-from trainer.learn.logprobs import can_go_at_once, can_share_prompts, row_scores, shared_scores, to_arrays
+from trainer.learn.logprobs import BatchArrays, Halves, can_share_prompts, row_scores, shared_scores, to_arrays
 from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy, share_tree
+from trainer.learn.prompt_kv import PieceKeys
 from trainer.state import Arrays
 from trainer.versions.checkpoint import write_adapter
 
@@ -232,6 +235,35 @@ def test_a_shared_prompt_gives_the_numbers_and_gradients_of_whole_rows(
         assert mx.allclose(value, gradients[1][name], rtol=1e-3, atol=1e-3), name
 
 
+@pytest.mark.parametrize("has_own_mask", [False, True])
+def test_prompts_and_completions_take_one_forward_pass_in_the_shapes_of_fused_attention(
+    model_of: ModelOf, has_own_mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless attention gets a mask that is not of ours."""
+    model = model_of(LLAMA)
+    assert can_share(model, make_prompt_cache(model)) == "keys"
+    x = to_arrays(microbatch(padding=Padding(last=1)))
+    inputs = []
+    halves_of = logprobs.halves_of
+
+    def counted(model: Any, chunk: int) -> Halves:
+        body, head = halves_of(model, chunk)
+
+        def called(ids: mx.array, **how: Any) -> mx.array:
+            inputs.append(ids.shape)
+            return body(ids, **how)
+
+        return Halves(called, head)
+
+    monkeypatch.setattr(logprobs, "halves_of", counted)
+    if has_own_mask:
+        monkeypatch.setattr(PieceKeys, "make_mask", lambda *_, **__: mx.array(True))
+    found_BT = shared_scores(model, x, reads="fused", chunk=5).logp_BT
+    assert inputs == ([(9, 8), (2, 16), (5, 8)] if has_own_mask else [(9, 8)])
+    wanted_BT = row_scores(model, x).logp_BT
+    assert mx.allclose(mx.where(x.mask_BT, found_BT, 0.0), mx.where(x.mask_BT, wanted_BT, 0.0), atol=1e-4)
+
+
 def test_lora_in_bfloat16_is_that_of_fp32_but_for_its_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU rounds parameters for its products; their gradients stay fp32."""
     linear = nn.Linear(64, 96, bias=False)
@@ -262,11 +294,11 @@ def test_layers_of_every_kind_hand_their_prompt_on_with_its_gradients(
     """
     policy = Policy(small(name, llama).model, AdapterShape())
     policy.load(moved(policy))
-    x = to_arrays(microbatch(longest=3 * WINDOW, padding=Padding(last=1)))
+    x, wide = (to_arrays(microbatch(longest=3 * WINDOW, padding=each)) for each in (PADDING, Padding(last=1)))
     shared = policy.scores
     assert isinstance(shared, partial) and (shared.keywords["reads"] is None) == (name == "mamba2")
 
-    def gradient(scores: Any) -> tuple[float, dict[str, mx.array]]:
+    def gradient(scores: Any, x: BatchArrays = x) -> tuple[float, dict[str, mx.array]]:
         def loss(tree: Any) -> mx.array:
             return mx.where(x.mask_BT, scores(tree, x).logp_BT, 0.0).sum()
 
@@ -277,12 +309,10 @@ def test_layers_of_every_kind_hand_their_prompt_on_with_its_gradients(
     fused = partial(
         shared_scores, reads="fused" if shared.keywords["reads"] == "keys" else None, chunk=5, learns="logp"
     )
-    goes = can_go_at_once(policy.base)
-    assert goes == (name not in (*WINDOWED, *RECURRENT, "deepseek_v3"))
-    at_once = partial(fused, reads="at once" if goes else fused.keywords["reads"])
-    for scores, least in ((shared, 1 << 40), (shared, 0), (fused, 1 << 40), (at_once, 1 << 40)):
+    # In the last one's shapes prompts and completions take one forward pass, if all layers are of full attention.
+    for scores, least, given in ((shared, 1 << 40, x), (shared, 0, x), (fused, 1 << 40, x), (fused, 1 << 40, wide)):
         monkeypatch.setattr(logprobs, "LEAST_SPARED", least)
-        ours, found = gradient(scores)
+        ours, found = gradient(scores, given)
         assert ours == pytest.approx(value, rel=1e-5)
         close = 1e-4 if name in RECURRENT else 1e-5
         for path, array in expected.items():

@@ -11,7 +11,6 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -21,7 +20,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from mlx_model.kv.kinds import leaves, mapped
 from mlx_model.kv.padded import Masks
 from mlx_model.kv.shared import Form, Groups
-from trainer.learn.batches import Microbatch, Padding, Sample, SampleGroup, pad
+from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
 from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
 from trainer.learn.picture_places import Laid, Shown, behind, looking, shown
 from trainer.learn.prompt_kv import LEAST_WIDTH, PieceKeys, Pieces, PromptKeys
@@ -45,8 +44,8 @@ class TokenScores(NamedTuple):
 
 Learns = Literal["all", "logp"]  # which scores need gradients
 # How rows read prompts: where they are, in a form of this model's leaves, if that pays; or copies of them, in shapes of
-# which MLX's fused attention has gradients (mlx_model/kv/padded.py), behind them or in one forward pass with them.
-Reads = Form | Literal["fused", "at once"]
+# which MLX's fused attention has gradients (mlx_model/kv/padded.py), in one forward pass with the prompts if it can be.
+Reads = Form | Literal["fused"]
 ValueOf = Callable[[mx.array], mx.array]  # hidden states [..., H] in fp32 to values [..., 1]
 
 
@@ -239,33 +238,18 @@ def can_share_prompts(model: Any, *, tries: bool = True) -> bool:
     return known and tries and _is_right(model)
 
 
-def can_go_at_once(model: Any) -> bool:
-    """True if `shared_scores` may compute this model's prompts and completions in one forward pass, by a trial."""
-    new = leaves(make_prompt_cache(model))
-    return all(type(leaf) is KVCache for leaf in new) and _agree(
-        model, partial(shared_scores, reads="at once"), partial(shared_scores, reads="fused")
-    )
-
-
 def _is_right(model: Any) -> bool:
-    return _agree(model, shared_scores, row_scores)
-
-
-def _agree(model: Any, one: Callable[..., TokenScores], other: Callable[..., TokenScores]) -> bool:
-    """True if both compute the same log-probabilities of a few tokens."""
-
     def sample(*ids: int) -> Sample:
         return Sample(ids, (0.0,) * len(ids), (True,) * len(ids), (0,) * len(ids), 0.0)
 
     x = to_arrays(
-        pad(
-            [SampleGroup("a", (1, 2, 3), (sample(4, 5, 6), sample(7))), SampleGroup("b", (8,), (sample(9, 1),))],
-            Padding(last=1),
-        )
+        pad([SampleGroup("a", (1, 2, 3), (sample(4, 5, 6), sample(7))), SampleGroup("b", (8,), (sample(9, 1),))])
     )
     try:
-        one_BT, other_BT = (mx.where(x.mask_BT, of(model, x, entropy=False).logp_BT, 0.0) for of in (one, other))
-        return bool((mx.max(mx.abs(one_BT - other_BT)) < _CLOSE * mx.max(mx.abs(other_BT))).item())
+        shared_BT, rows_BT = (
+            mx.where(x.mask_BT, scores(model, x, entropy=False).logp_BT, 0.0) for scores in (shared_scores, row_scores)
+        )
+        return bool((mx.max(mx.abs(shared_BT - rows_BT)) < _CLOSE * mx.max(mx.abs(rows_BT))).item())
     except Exception:  # masks and state of the model's own
         return False
 
@@ -296,12 +280,12 @@ def shared_scores(
 
 def _behind_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays, reads: Reads | None) -> mx.array:
     """Hidden states [B, T, H] in which completions are drawn."""
-    lengths = x.prompt_PS.shape[1], x.completion_BT.shape[1] - 1
-    is_plain = x.seen is None and x.routes_BTN is None
-    if reads == "at once" and is_plain and lengths[1] and math.gcd(*lengths) >= LEAST_WIDTH:
-        return _with_prompts(model, body, x)
-    form: Form | None = None if reads == "fused" or reads == "at once" else reads
-    masks = Masks() if form != reads else None
+    if reads == "fused" and _fits_one_pass(model, x):
+        try:
+            return _with_prompts(model, body, x)
+        except NotImplementedError:  # masks of the model's own
+            pass
+    masks = Masks() if reads == "fused" else None
     caches = mapped(make_prompt_cache(model), lambda leaf: _learning(leaf, x.padding_P, masks))
     replay = replay_of(model)
     routes_PSW = of_prompts(replay, x.routes_BTN, x.prompt_of_B, x.prompt_PS.shape[1])
@@ -310,11 +294,17 @@ def _behind_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays, r
     hidden_BTH = first_PH[x.prompt_of_B][:, None]
     if x.completion_BT.shape[1] == 1:
         return hidden_BTH
-    branches = _branches(caches, x, form)
+    branches = _branches(caches, x, None if reads == "fused" else reads)
     routes_BTW = of_rest(replay, x.routes_BTN)
     with behind(model, x.seen, x.completion_BT.shape[1] - 1), replaying(replay, routes_BTW):
         rest_BTH = body(x.completion_BT[:, :-1], cache=branches)
     return mx.concatenate([hidden_BTH, rest_BTH], axis=1)
+
+
+def _fits_one_pass(model: Any, x: BatchArrays) -> bool:
+    prompt, completion = x.prompt_PS.shape[1], x.completion_BT.shape[1] - 1
+    is_plain = x.seen is None and x.routes_BTN is None and completion and math.gcd(prompt, completion) >= LEAST_WIDTH
+    return bool(is_plain) and all(type(leaf) is KVCache for leaf in leaves(make_prompt_cache(model)))
 
 
 def _with_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays) -> mx.array:

@@ -37,15 +37,7 @@ from mlx_model.sites import Whole
 from shared.adapter_files.config import mlx_config
 from shared.heads import VALUE, HeadSpec
 from trainer.learn.adam import all_finite
-from trainer.learn.logprobs import (
-    Learns,
-    Reads,
-    TokenScores,
-    can_go_at_once,
-    can_share_prompts,
-    row_scores,
-    shared_scores,
-)
+from trainer.learn.logprobs import Learns, TokenScores, can_share_prompts, row_scores, shared_scores
 from trainer.learn.options import AdapterShape
 from trainer.learn.peers import Peers
 from trainer.learn.picture_places import held
@@ -127,10 +119,8 @@ class Policy:
             return row_scores
         if self._ranks is not None or not (on_cpu() or padded.is_right()):
             return shared_scores
-        reads: Reads | None = can_share(self.base, make_prompt_cache(self.base))
-        if not on_cpu() and reads is not None:
-            reads = None if reads == "latents" else "at once" if can_go_at_once(self.base) else "fused"
-        return partial(shared_scores, reads=reads)
+        form = can_share(self.base, make_prompt_cache(self.base))
+        return partial(shared_scores, reads=form if on_cpu() else "fused" if form == "keys" else None)
 
     def value_and_grad(self, loss: Callable[..., Any], terms: int, *inputs: Any) -> tuple[Any, Any]:
         """Value and gradient of `loss(model, *inputs)`, which is a mean over so many terms, or begins with one.

@@ -18,7 +18,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_model.kv.padded import Masks, PaddedRead, PartsRead
 from mlx_model.kv.shared import Form, Groups, Pair, SharedRead, read_of, with_queries
 
-LEAST_WIDTH = 4  # of a piece; the trial has this one
+LEAST_WIDTH = 8  # of a piece
 MOST_PARTS = 8  # prompts whose keys are copied for their rows one by one; of more, by an index
 
 
