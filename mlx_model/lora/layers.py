@@ -39,6 +39,7 @@ class RowSlots:
     slots_B: mx.array | None = None  # uint32, one per row; None: all rows on the base
     dora: bool = False  # whether any row uses DoRA
     kernel: Kernel = "gather"
+    changes: int = 0  # of stacks, and of which linears have one
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Stack:
         rank = padded_rank(rank)
         if rank <= self.rank:
             return
+        self.rows.changes += 1
         members = len(self.sites)
         if self.a is None:
             self.a = mx.zeros((self.slots, *self._shape_a(self.sites[0]), members * rank), self.dtype)
@@ -102,6 +104,7 @@ class Stack:
             return False
         self.reserve(max((each.rank for each in given), default=1))
         assert self.a is not None
+        self.rows.changes += 1
         columns = [
             mx.zeros((*self._shape_a(site), self.rank), self.dtype)
             if each is None

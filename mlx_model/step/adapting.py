@@ -19,6 +19,9 @@ Parts = tuple[tuple[str, tuple[int, ...], Any], ...]
 Held = tuple[Any, ...]
 """The rows' slots, then the arrays of each part; () where nothing is changed."""
 
+Arrays = tuple[Any, ...]
+"""Those of each part."""
+
 _LINEARS = {
     "inputs": ("q_proj", "k_proj", "v_proj"),
     "output": ("o_proj",),
@@ -74,19 +77,45 @@ class Adapted(NamedTuple):
     """Changes that adapters make in some linears of a layer, and their arrays."""
 
     parts: Parts
-    held: Held
+    arrays: Arrays
+
+    def held(self, slots_B: mx.array | None) -> Held:
+        """In a forward of rows in these slots."""
+        return (slots_B, *self.arrays) if self.parts else ()
 
 
-def adapted_parts(layer: Any, of: Sequence[str]) -> Adapted:
-    """In the forward that is being built."""
-    parts: list[tuple[str, tuple[int, ...], Any]] = []
-    held: list[Any] = []
-    for which in of:
-        owner = layer.self_attn if which in ("inputs", "output") else layer.mlp
-        linears = [owner[name] for name in _LINEARS[which]]
-        places = tuple(at for at, linear in enumerate(linears) if not isinstance(linear, LINEARS))
-        if places:
-            group, _ = linears[places[0]].member  # all of one group, in its order
-            parts.append((which, places, group.deltas))
-            held += [group.held()] if held else [group.rows.slots_B, group.held()]
-    return Adapted(tuple(parts), tuple(held))
+class AdaptedLayers:
+    """What adapters change in all layers: looked for when something has changed, since a step has little time."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
+        self._rows: Any = None  # their slots (lora/layers.py:RowSlots); None: none of these layers has adapters yet
+        self._seen: Any = None  # a module that shows whose adapters these are, and their state
+        self._found: list[tuple[Adapted, Adapted]] = []
+
+    def __call__(self) -> tuple[list[tuple[Adapted, Adapted]], mx.array | None]:
+        """Before and behind each layer's attention, in the forward that is being built, and its rows' slots."""
+        if self._rows is None or self._seen != self._state():
+            self._found = [(self._in(layer, BEFORE), self._in(layer, BEHIND)) for layer in self._layers]
+            self._seen = self._state()
+        return self._found, None if self._rows is None else self._rows.slots_B
+
+    def _state(self) -> Any:
+        if self._rows is None:
+            return None
+        owner, name = self._place
+        return id(owner[name]), self._rows.changes, self._rows.kernel, self._rows.dora
+
+    def _in(self, layer: Any, of: Sequence[str]) -> Adapted:
+        parts: list[tuple[str, tuple[int, ...], Any]] = []
+        arrays: list[Any] = []
+        for which in of:
+            owner = layer.self_attn if which in ("inputs", "output") else layer.mlp
+            linears = [owner[name] for name in _LINEARS[which]]
+            places = tuple(at for at, linear in enumerate(linears) if not isinstance(linear, LINEARS))
+            if places:
+                group, _ = linears[places[0]].member  # all of one group, in its order
+                self._rows, self._place = group.rows, (owner, _LINEARS[which][places[0]])
+                parts.append((which, places, group.deltas))
+                arrays.append(group.held())
+        return Adapted(tuple(parts), tuple(arrays))

@@ -44,7 +44,7 @@ from mlx_model.kv.quantised import Packing
 from mlx_model.kv.ragged import have_written, packing_of, with_room
 from mlx_model.kv.shared import SharedKVCache
 from mlx_model.sites import EMBEDDINGS, LINEARS, find_sites, shared_inputs
-from mlx_model.step.adapting import BEFORE, BEHIND, Adapting, Parts, adapted_parts
+from mlx_model.step.adapting import AdaptedLayers, Adapting, Parts
 from mlx_model.step.layer import Layer, Rows, bare, called, layer_of
 from mlx_model.step.product import Arrays, Padding
 from mlx_model.step.split_step import SplitStep, splits
@@ -135,6 +135,7 @@ class DecodeStep:
         self._layers = [layer for layer, _, _ in layers]
         self._before = [arrays for _, arrays, _ in layers]
         self._behind = [arrays for _, _, arrays in layers]
+        self._adapted = AdaptedLayers(inner.layers)
         self._dtypes = {inner.norm.weight.dtype, *(each.dtype for _, norms in self._before for each in norms)}
         self._may_place = all(layer.may_place for layer in self._layers)
         # Of plain KV, in place.
@@ -187,26 +188,29 @@ class DecodeStep:
         kv = self._reads(tokens_BL, caches, in_place)
         compiled = self._compiled_for(count, kv)
         inner = self._text.model
-        before = [adapted_parts(layer, BEFORE) for layer in inner.layers]
-        behind = [adapted_parts(layer, BEHIND) for layer in inner.layers]
+        adapted, slots_B = self._adapted()
         h = inner.embed_tokens(tokens_BL).reshape(rows * count, -1)
         x = inner.layers[0].input_layernorm(h)
-        first = self._known(compiled, -1, (before[0].parts,), partial(self._first, compiled))
-        qkv = first(x, kv.rows(0), kv.of(0), self._before[0], before[0].held)
+        before, behind = adapted[0]
+        first = self._known(compiled, -1, (before.parts,), partial(self._first, compiled))
+        qkv = first(x, kv.rows(0), kv.of(0), self._before[0], before.held(slots_B))
         for at in range(len(caches) - 1):
             attended = kv.attended(at, qkv)
-            one, other = behind[at], before[at + 1]
+            one = behind
+            other, behind = adapted[at + 1]
             make = partial(self._step, compiled, self._layers[at], self._layers[at + 1])
             step = self._known(compiled, at, (one.parts, other.parts), make)
             arrays = self._behind[at], self._before[at + 1]
-            held = (one.held, other.held) if one.parts or other.parts else ()  # or what rows of the base have
-            h, *qkv = step(h, attended, kv.rows(at + 1), kv.of(at), kv.of(at + 1), *arrays, *held)
+            held = one.held(slots_B), other.held(slots_B)
+            h, *qkv = step(
+                h, attended, kv.rows(at + 1), kv.of(at), kv.of(at + 1), *arrays, *(held if any(held) else ())
+            )
             if not whole:
                 self._give_out(count, at, h, qkv)
         last = len(caches) - 1
-        end = self._known(compiled, last, (behind[-1].parts,), partial(self._last, compiled))
+        end = self._known(compiled, last, (behind.parts,), partial(self._last, compiled))
         attended = kv.attended(last, qkv)
-        x_ND = end(h, attended, kv.rows(last), kv.of(last), self._behind[-1], behind[-1].held)
+        x_ND = end(h, attended, kv.rows(last), kv.of(last), self._behind[-1], behind.held(slots_B))
         kv.end()
         x_BLD = x_ND.reshape(rows, count, -1)
         tied = self._text.args.tie_word_embeddings
