@@ -62,9 +62,9 @@ def test_a_train_step_in_a_service_is_that_of_a_learner_of_ones_own(llama: Loade
 def test_a_dropped_learner_is_freed_at_once(llama: LoadedModel, policy: Policy) -> None:
     learner = policy_learner(llama.model, MADE)
     finished(learner.train(groups_of(policy, 0), 0, 0, PROBES))
-    left = weakref.ref(learner.policy)
+    left = [weakref.ref(each) for each in (learner.policy, learner.policy.model, learner.optimizer.adam)]
     del learner
-    assert left() is None
+    assert [each() for each in left] == [None] * 3
 
 
 @pytest.mark.parametrize("then", ["accept", "revert"])

@@ -59,9 +59,9 @@ def test_a_dropped_learner_is_freed_at_once(llama: LoadedModel) -> None:
     learning = learner(llama)
     finished(learning.run(PassRequest(data("ppo"), "ppo")))
     learning.step(StepRequest(learning_rate=0.01))
-    left = weakref.ref(learning)
+    left = [weakref.ref(each) for each in (learning, learning.policy.model)]
     del learning
-    assert left() is None
+    assert [each() for each in left] == [None] * 2
 
 
 def test_a_state_that_is_damaged_is_told_as_such(llama: LoadedModel) -> None:

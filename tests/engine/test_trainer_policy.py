@@ -8,6 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import ministral3
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load
@@ -26,7 +27,7 @@ from trainer.learn.batches import PADDING, Microbatch, Padding, Sample, SampleGr
 from trainer.learn.logprobs import BatchArrays, Halves, can_share_prompts, row_scores, shared_scores, to_arrays
 from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy, share_tree
-from trainer.learn.prompt_kv import PieceKeys
+from trainer.learn.prompt_kv import Pieces
 from trainer.state import Arrays
 from trainer.versions.checkpoint import write_adapter
 
@@ -235,6 +236,18 @@ def test_a_shared_prompt_gives_the_numbers_and_gradients_of_whole_rows(
         assert mx.allclose(value, gradients[1][name], rtol=1e-3, atol=1e-3), name
 
 
+def test_a_model_that_has_no_numbers_before_its_first_position_computes_rows() -> None:
+    """Ministral 3 scales queries by the logarithm of their position."""
+    scaling = {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2}
+    rest = {"head_dim": 16, "vocab_size": 300, "rms_norm_eps": 1e-6, "max_position_embeddings": 256}
+    config = {"model_type": "ministral3", **sizes, **rest, "tie_word_embeddings": True, "rope_parameters": scaling}
+    model = ministral3.Model(ministral3.ModelArgs.from_dict(config))
+    policy, x = Policy(model, AdapterShape()), to_arrays(microbatch())
+    assert not can_share_prompts(model)
+    assert mx.isfinite(mx.where(x.mask_BT, policy.scores(policy.model, x).logp_BT, 0.0)).all()
+
+
 @pytest.mark.parametrize("has_own_mask", [False, True])
 def test_prompts_and_completions_take_one_forward_pass_in_the_shapes_of_fused_attention(
     model_of: ModelOf, has_own_mask: bool, monkeypatch: pytest.MonkeyPatch
@@ -257,7 +270,7 @@ def test_prompts_and_completions_take_one_forward_pass_in_the_shapes_of_fused_at
 
     monkeypatch.setattr(logprobs, "halves_of", counted)
     if has_own_mask:
-        monkeypatch.setattr(PieceKeys, "make_mask", lambda *_, **__: mx.array(True))
+        monkeypatch.setattr(Pieces, "make_mask", lambda *_, **__: mx.array(True))
     found_BT = shared_scores(model, x, reads="fused", chunk=5).logp_BT
     assert inputs == ([(9, 8), (2, 16), (5, 8)] if has_own_mask else [(9, 8)])
     wanted_BT = row_scores(model, x).logp_BT

@@ -11,7 +11,8 @@ Invariants.
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -43,19 +44,17 @@ class AdamSteps:
     `apart` names parameters that have a learning rate of their own: a value head's.
     """
 
-    def __init__(self, model: nn.Module, apart: Callable[[str], bool] | None = None) -> None:
-        self._model, self._apart = model, apart
-        self._constants: tuple[Any, ...] = ()  # of the update that was made last
-        self._updated: Callable[..., Any] = self._made
+    def __init__(
+        self, model: nn.Module, apart: Callable[[str], bool] | None = None, *, are_constant: bool = False
+    ) -> None:
+        """`are_constant`: all but the learning rates, in all updates; then these are compiled on a GPU."""
+        self._model, self._apart, self._are_constant = model, apart, are_constant
+        self._update: tuple[StepSizes | None, Callable[..., Any]] = None, _update_by
         self.reset()
 
     def reset(self) -> None:
         """Reset the moments to those before the first update."""
-        self._parts = [optim.AdamW(learning_rate=0.0, bias_correction=True)]
-        self._adam: Any = self._parts[0]
-        if (apart := self._apart) is not None:
-            self._parts.insert(0, optim.AdamW(learning_rate=0.0, bias_correction=True))
-            self._adam = optim.MultiOptimizer(self._parts, [lambda name, _: apart(name)])
+        self._parts, self._adam = _adams(self._apart)
         self._adam.init(self._model.trainable_parameters())
 
     @property
@@ -65,34 +64,27 @@ class AdamSteps:
 
     def update(self, gradient: Any, sizes: StepSizes) -> tuple[float, bool]:
         """One update; the gradient's norm before clipping, and whether anything was changed."""
-        constants = sizes.betas, sizes.eps, sizes.weight_decay, sizes.max_grad_norm
-        if constants != self._constants:
-            # As one graph of few operations; on a CPU a compiler would run for seconds, and gain little.
-            self._constants = constants
-            self._updated = self._made if on_cpu() else mx.compile(self._made)
-        before = self.state()
-        for adam in self._parts:
-            adam.learning_rate = sizes.learning_rate
-            adam.betas, adam.eps, adam.weight_decay = list(sizes.betas), sizes.eps, sizes.weight_decay
-        if self._apart is not None:
-            self._parts[0].learning_rate = sizes.apart_rate
-        norm, is_finite, weights, state = self._updated(gradient, self.parameters(), self._adam.state)
+        state = self.state()
+        rates = (sizes.learning_rate,) if self._apart is None else (sizes.apart_rate, sizes.learning_rate)
+        for part, rate in zip(state.get("states", [state]), rates, strict=True):
+            part["learning_rate"] = mx.array(rate)
+        norm, is_finite, weights, state = self._updated(sizes)(gradient, self.parameters(), state)
         mx.eval(norm, is_finite, weights, state)
         if not is_finite.item():
-            self.put_back(before)
             return norm.item(), False
         self.put_back(state, weights)
         return norm.item(), True
 
-    def _made(self, gradient: Any, weights: Any, state: Any) -> tuple[mx.array, mx.array, Any, Any]:
-        """Norm of the gradient, whether all is finite, and what an update makes of weights and state."""
-        _, _, _, max_grad_norm = self._constants
-        # Without a bound the gradient is multiplied by 1.
-        clipped, norm = optim.clip_grad_norm(gradient, max_grad_norm or math.inf)
-        self._adam.state = state
-        updated = self._adam.apply_gradients(clipped, weights)
-        checks = [mx.isfinite(value).all() for _, value in tree_flatten(updated)]
-        return norm, mx.stack([mx.isfinite(norm), *checks]).all(), updated, self._adam.state
+    def _updated(self, sizes: StepSizes) -> Callable[..., Any]:
+        """The function of an update, which knows nothing of this object: a compiled one would hold it."""
+        constants = replace(sizes, learning_rate=0.0, apart_rate=0.0)
+        known, update = self._update
+        if known != constants:
+            update = partial(_update_by, constants, self._apart)
+            if self._are_constant and not on_cpu():  # there a compiler would run for seconds, and gain little
+                update = mx.compile(update)
+            self._update = constants, update
+        return update
 
     def state(self) -> Any:
         """The present moments, to be put back by `put_back`; arrays are shared, since an update replaces them."""
@@ -103,7 +95,7 @@ class AdamSteps:
         return tree_map(lambda value: value, self._model.trainable_parameters())
 
     def put_back(self, state: Any, parameters: Any = None) -> None:
-        """Restore a `state`, and with `parameters` the weights, from before an update that was refused."""
+        """Have this `state`, and with `parameters` these weights."""
         self._adam.state = state
         if parameters is not None:
             self._model.update(parameters)
@@ -151,6 +143,27 @@ class AdamSteps:
     def ordered(self, gradient: Mapping[str, npt.NDArray[Any]]) -> Any:
         """A gradient by parameter name as a tree in the order of the parameters."""
         return tree_map_with_path(lambda name, _: mx.array(gradient[name]), self._model.trainable_parameters())
+
+
+def _adams(apart: Callable[[str], bool] | None) -> tuple[list[Any], Any]:
+    """MLX's optimizers, that of parameters which learn apart first, and the one of all."""
+    parts = [optim.AdamW(learning_rate=0.0, bias_correction=True) for _ in range(1 if apart is None else 2)]
+    return parts, parts[0] if apart is None else optim.MultiOptimizer(parts, [lambda name, _: apart(name)])
+
+
+def _update_by(
+    constants: StepSizes, apart: Callable[[str], bool] | None, gradient: Any, weights: Any, state: Any
+) -> tuple[mx.array, mx.array, Any, Any]:
+    """Norm of the gradient, whether all is finite, and what an update makes of weights and state."""
+    # Without a bound the gradient is multiplied by 1.
+    clipped, norm = optim.clip_grad_norm(gradient, constants.max_grad_norm or math.inf)
+    parts, adam = _adams(apart)
+    for part in parts:
+        part.betas, part.eps, part.weight_decay = list(constants.betas), constants.eps, constants.weight_decay
+    adam.state = state
+    updated = adam.apply_gradients(clipped, weights)
+    checks = [mx.isfinite(value).all() for _, value in tree_flatten(updated)]
+    return norm, mx.stack([mx.isfinite(norm), *checks]).all(), updated, adam.state
 
 
 def update_together(

@@ -3,7 +3,8 @@
 Two ways, same numbers. *Shared*: each prompt runs once, and what its layers hold then, gradient included, is handed to
 all samples of its group: keys and values, of windows their last ones, and recurrent states. With G samples of T tokens
 after a prompt of S tokens that is S + G T positions where rows of their own need G (S + T); logits exist for completion
-positions only. Prompts share a forward, padded on the left, but where a layer would read the padding into its state.
+positions only. Prompts share a forward, padded on the left, but where a layer would read the padding into its state. On
+CUDA completions are computed in that forward, too, where all layers have full attention.
 *Rows*: prompt and completion as one row, for models with caches of other kinds, and under gradient checkpointing.
 """
 
@@ -23,7 +24,7 @@ from mlx_model.kv.shared import Form, Groups
 from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
 from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
 from trainer.learn.picture_places import Laid, Shown, behind, looking, shown
-from trainer.learn.prompt_kv import LEAST_WIDTH, PieceKeys, Pieces, PromptKeys
+from trainer.learn.prompt_kv import LEAST_WIDTH, Pieces, PromptKeys
 from trainer.learn.routes import Routes, of_prompts, of_rest, of_rows, replay_of, replaying
 from trainer.rollouts.sight import Sight
 
@@ -228,14 +229,20 @@ def to_arrays(batch: Microbatch, sight: Sight | None = None) -> BatchArrays:
 def can_share_prompts(model: Any, *, tries: bool = True) -> bool:
     """True if `shared_scores` gives this model's log-probabilities.
 
-    So it does where all state is keys and values of full attention. Models with windows or recurrent layers are tried
-    with a few tokens, if `tries`.
+    So it does where all state is keys and values of full attention, and positions before the first one harm nothing.
+    That, and models with windows or recurrent layers, are tried with a few tokens, if `tries`.
     """
     new = list(leaves(make_prompt_cache(model)))
     if all(type(leaf) is KVCache for leaf in new):
-        return True
+        return not tries or _bears_padding(model)
     known = all(type(leaf) in (KVCache, RotatingKVCache, ArraysCache) and not getattr(leaf, "keep", 0) for leaf in new)
     return known and tries and _is_right(model)
+
+
+def _bears_padding(model: Any) -> bool:
+    """False of attention scaled by the logarithm of a position, which has none before the first one (Ministral 3)."""
+    caches = mapped(make_prompt_cache(model), lambda leaf: PromptKeys(mx.array([1])))
+    return bool(mx.isfinite(model(mx.array([[0, 1]]), cache=caches)).all().item())
 
 
 def _is_right(model: Any) -> bool:
@@ -280,7 +287,7 @@ def shared_scores(
 
 def _behind_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays, reads: Reads | None) -> mx.array:
     """Hidden states [B, T, H] in which completions are drawn."""
-    if reads == "fused" and _fits_one_pass(model, x):
+    if reads == "fused" and body is not model and _fits_one_pass(model, x):
         try:
             return _with_prompts(model, body, x)
         except NotImplementedError:  # masks of the model's own
@@ -311,7 +318,7 @@ def _with_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays) -> 
     """The same in one forward pass: where positions are few, its time is that of starting operations."""
     pieces = Pieces(x.padding_P, x.prompt_of_B, (x.prompt_PS.shape[1], x.completion_BT.shape[1] - 1))
     ids_NW = pieces.joined([x.prompt_PS, x.completion_BT[:, :-1]])
-    caches = mapped(make_prompt_cache(model), lambda leaf: PieceKeys(pieces))
+    caches = mapped(make_prompt_cache(model), lambda leaf: pieces)
     prompts_PSH, rest_BTH = pieces.apart(body(ids_NW, cache=caches))
     return mx.concatenate([prompts_PSH[:, -1][x.prompt_of_B][:, None], rest_BTH], axis=1)
 

@@ -101,7 +101,7 @@ class Optimizer:
         self._told_of_memory = False
         self._waited_s = math.inf  # that others have computed since the latest microbatch
         self._compiled = set[tuple[int, ...]]()  # layouts of microbatches
-        self.adam = AdamSteps(policy.model, None if options.value is None else _is_head)
+        self.adam = AdamSteps(policy.model, None if options.value is None else _is_head, are_constant=True)
 
     def train_step(
         self,

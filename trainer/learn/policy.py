@@ -205,11 +205,13 @@ class Policy:
         return dict(tree_flatten(self.model.trainable_parameters()))
 
     def weights(self) -> Arrays:
-        """A copy of the adapter as plain data, for other threads and for disk; of the same adapter the same arrays,
-        which nothing can write to.
+        """A copy of the adapter as plain data, for other threads and for disk. Nothing can write to it: it is the
+        same one until something has computed a gradient or changed the adapter.
         """
         arrays = self.arrays()
-        if any(value is not self._copied.get(name) for name, value in arrays.items()):
+        if len(arrays) != len(self._copied) or any(
+            value is not self._copied.get(name) for name, value in arrays.items()
+        ):
             self._copied, self._copy = arrays, {name: np.array(value) for name, value in arrays.items()}
             for value in self._copy.values():
                 value.flags.writeable = False

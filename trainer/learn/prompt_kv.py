@@ -84,25 +84,40 @@ class PromptKeys:
 
 
 class Pieces:
-    """Prompts [P, S] and the rows [B, T] that continue them, cut into pieces [N, W] for one forward pass."""
+    """Prompts [P, S] and the rows [B, T] that continue them, cut into pieces [N, W] for one forward pass.
+
+    It is the cache of all layers in this pass: attention gets each layer's keys with the prompts' for their rows.
+    """
 
     def __init__(self, padding_P: mx.array, prompt_of_B: mx.array, lengths: tuple[int, int]) -> None:
         """`lengths`: S and T."""
-        self.padding_P, self.prompt_of_B = padding_P, prompt_of_B
+        self._padding_P, self._prompt_of_B, self._lengths = padding_P, prompt_of_B, lengths
         self.width = math.gcd(*lengths)
-        self._lengths, self._end = lengths, len(padding_P) * lengths[0] // self.width
-        begins = (-padding_P, lengths[0] - padding_P[prompt_of_B])
-        self.offset_N = mx.concatenate(
-            [
-                (first[:, None] + mx.arange(0, of, self.width)).flatten()
-                for first, of in zip(begins, lengths, strict=True)
-            ]
+        self._end = len(padding_P) * lengths[0] // self.width
+        self._masks = Masks()
+        prompts = PromptKeys(padding_P)
+        first, seen = prompts.offset, prompts.make_mask(lengths[0])
+        prompts.update_and_fetch(*[mx.zeros((len(padding_P), 1, lengths[0], 1))] * 2)
+        rows = prompts.branch(prompt_of_B)
+        self._seen = seen, rows.make_mask(lengths[1])
+        begins = zip((first, rows.offset), lengths, strict=True)
+        self.offset = mx.concatenate(
+            [(begin[:, None] + mx.arange(0, length, self.width)).flatten() for begin, length in begins]
         )
-        self.masks = Masks()
-        prompts = PromptKeys(padding_P, masks=self.masks)
-        seen = prompts.make_mask(lengths[0])
-        prompts.keys = prompts.values = mx.zeros((len(padding_P), 1, lengths[0], 1))
-        self.seen = seen, prompts.branch(prompt_of_B).make_mask(lengths[1])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PartsRead, mx.array]:
+        """The pieces' keys and values [N, heads, W, D], in the form that attention reads."""
+        prompt, rows = zip(self.apart(keys), self.apart(values), strict=True)
+        prompts = PromptKeys(self._padding_P, masks=self._masks)
+        first, _ = prompts.update_and_fetch(*prompt)
+        rest, _ = prompts.branch(self._prompt_of_B).update_and_fetch(*rows)
+        assert isinstance(first, PaddedRead) and isinstance(rest, PaddedRead)
+        return PartsRead((first, rest), self._seen, self.apart, self.joined), values
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """None: attention has the masks of both parts."""
+        if return_array or window_size is not None:
+            raise NotImplementedError("a mask of pieces")
 
     def apart(self, array: mx.array) -> list[mx.array]:
         """An array [N, heads, W, D] as [P, heads, S, D] and [B, heads, T, D]; also one [N, W, D] as [P, S, D] and
@@ -124,29 +139,6 @@ class Pieces:
         if whole.ndim == 2:
             return whole.reshape(-1, self.width)
         return mx.unflatten(whole, 2, (-1, self.width)).swapaxes(1, 2).flatten(0, 1)
-
-
-class PieceKeys:
-    """The cache of all pieces in one layer and for one forward pass."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
-        self.offset = pieces.offset_N
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PartsRead, mx.array]:
-        """The pieces' keys and values [N, heads, W, D], in the form that attention reads."""
-        pieces = self._pieces
-        prompt, rows = zip(pieces.apart(keys), pieces.apart(values), strict=True)
-        prompts = PromptKeys(pieces.padding_P, masks=pieces.masks)
-        first, _ = prompts.update_and_fetch(*prompt)
-        rest, _ = prompts.branch(pieces.prompt_of_B).update_and_fetch(*rows)
-        assert isinstance(first, PaddedRead) and isinstance(rest, PaddedRead)
-        return PartsRead((first, rest), pieces.seen, pieces.apart, pieces.joined), values
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """None: attention has the masks of both parts."""
-        if window_size is not None:
-            raise NotImplementedError("a window over pieces")
 
 
 class Continued:
