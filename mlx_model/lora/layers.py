@@ -17,7 +17,7 @@ mlx-lm rounds it to the dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -34,12 +34,14 @@ SMALLEST_RANK = 8
 
 @dataclass
 class RowSlots:
-    """The slots of the forward that is being built; set before the model is called."""
+    """The slots of the forward that is being built; set before the model is called. One for all stacks of a model."""
 
     slots_B: mx.array | None = None  # uint32, one per row; None: all rows on the base
     dora: bool = False  # whether any row uses DoRA
     kernel: Kernel = "gather"
-    changes: int = 0  # of stacks, and of which linears have one
+    found: dict[Any, Any] = field(
+        default_factory=dict
+    )  # what forwards have worked out; emptied when stacks are replaced
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Stack:
         rank = padded_rank(rank)
         if rank <= self.rank:
             return
-        self.rows.changes += 1
+        self.rows.found.clear()
         members = len(self.sites)
         if self.a is None:
             self.a = mx.zeros((self.slots, *self._shape_a(self.sites[0]), members * rank), self.dtype)
@@ -104,7 +106,6 @@ class Stack:
             return False
         self.reserve(max((each.rank for each in given), default=1))
         assert self.a is not None
-        self.rows.changes += 1
         columns = [
             mx.zeros((*self._shape_a(site), self.rank), self.dtype)
             if each is None
@@ -145,6 +146,7 @@ class Stack:
         if gains is None:
             if gain is None:
                 return
+            self.rows.found.clear()
             gains = self.gains[index] = mx.ones((self.slots, gain.shape[0]), mx.float32)
         gains[slot] = mx.ones((), mx.float32) if gain is None else gain
 

@@ -152,7 +152,6 @@ class AdaptedModel:
 
     def _wrap(self, stack: Stack) -> None:
         """Put our layers in place of the model's, or hand them their new stack."""
-        self.rows.changes += 1
         replace_modules(
             self._model, {site.path: self._layer(site, stack, index) for index, site in enumerate(stack.sites)}
         )

@@ -85,26 +85,29 @@ class Adapted(NamedTuple):
 
 
 class AdaptedLayers:
-    """What adapters change in all layers: looked for when something has changed, since a step has little time."""
+    """What adapters change in all layers: worked out when it has changed, since a step has little time."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
-        self._rows: Any = None  # their slots (lora/layers.py:RowSlots); None: none of these layers has adapters yet
-        self._seen: Any = None  # a module that shows whose adapters these are, and their state
-        self._found: list[tuple[Adapted, Adapted]] = []
+        self._rows: Any = None  # the slots (lora/layers.py:RowSlots) of the linear that was found first
+        self._first: tuple[Any, str, Any] = {}, "", None  # its place, and itself
 
     def __call__(self) -> tuple[list[tuple[Adapted, Adapted]], mx.array | None]:
         """Before and behind each layer's attention, in the forward that is being built, and its rows' slots."""
-        if self._rows is None or self._seen != self._state():
-            self._found = [(self._in(layer, BEFORE), self._in(layer, BEHIND)) for layer in self._layers]
-            self._seen = self._state()
-        return self._found, None if self._rows is None else self._rows.slots_B
+        owner, name, linear = self._first
+        if self._rows is None or owner[name] is not linear:
+            return self._searched()
+        rows, key = self._rows, (self._rows.kernel, self._rows.dora)
+        found = rows.found.get(key)
+        if found is None:
+            found, _ = self._searched()
+            rows.found[key] = found
+        return found, rows.slots_B
 
-    def _state(self) -> Any:
-        if self._rows is None:
-            return None
-        owner, name = self._place
-        return id(owner[name]), self._rows.changes, self._rows.kernel, self._rows.dora
+    def _searched(self) -> tuple[list[tuple[Adapted, Adapted]], mx.array | None]:
+        self._rows = None
+        found = [(self._in(layer, BEFORE), self._in(layer, BEHIND)) for layer in self._layers]
+        return found, None if self._rows is None else self._rows.slots_B
 
     def _in(self, layer: Any, of: Sequence[str]) -> Adapted:
         parts: list[tuple[str, tuple[int, ...], Any]] = []
@@ -114,8 +117,10 @@ class AdaptedLayers:
             linears = [owner[name] for name in _LINEARS[which]]
             places = tuple(at for at, linear in enumerate(linears) if not isinstance(linear, LINEARS))
             if places:
-                group, _ = linears[places[0]].member  # all of one group, in its order
-                self._rows, self._place = group.rows, (owner, _LINEARS[which][places[0]])
+                first = linears[places[0]]
+                group, _ = first.member  # all of one group, in its order
+                if self._rows is None:
+                    self._rows, self._first = group.rows, (owner, _LINEARS[which][places[0]], first)
                 parts.append((which, places, group.deltas))
                 arrays.append(group.held())
         return Adapted(tuple(parts), tuple(arrays))

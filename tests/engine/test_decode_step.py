@@ -214,6 +214,38 @@ def test_rows_with_adapters_and_of_the_base(
     assert few["s0"][0] == few["s0+"][0], "the base says the same beside adapters"
 
 
+def test_each_step_has_what_adapters_change_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters come one after another, each with something new: linears, a rank, gains at some linears, at others."""
+    write_model(tmp_path / "model", LLAMA)
+    few = ("self_attn.q_proj", "mlp.gate_proj")
+    kinds: dict[str, dict[str, Any]] = {
+        "few": {"keys": few},
+        "more": {},
+        "rank": {"rank": 32},
+        "gains": {"keys": few, "dora": True},
+        "rest": {"dora": True},
+    }
+    told = []
+    for step in (lambda *of: None, lambda model, _: DecodeStep(model, compiles=False)):
+        monkeypatch.setattr(row_model, "decode_step_of", step)
+        loaded = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28))
+        made = {
+            f"{name}@1": make_adapter(loaded.model, tmp_path / f"{name}{len(told)}", name=name, **kind)
+            for name, kind in kinds.items()
+        }
+        with AdapterBench(loaded, made, slots=len(made)) as bench:
+            for number, name in enumerate(kinds):
+                bench.publish(f"{name}@1")
+                bench.submit(
+                    *(row(f"{number} {each}", prompt_of(6, 1), f"{each}@1") for each in [*kinds][: number + 1])
+                )
+                bench.run()
+            told.append({seq: (bench.tokens(seq), bench.logprobs(seq)) for seq in bench.events})
+    for seq, (tokens, logprobs) in told[0].items():
+        assert told[1][seq] == (tokens, pytest.approx(logprobs, rel=0, abs=1e-5))
+    assert len({tuple(tokens) for tokens, _ in told[0].values()}) >= len(kinds)
+
+
 def one_pass(x: mx.array, a: mx.array, bs: Any, ys: Any, slots: mx.array) -> list[mx.array]:
     """By MLX's operations."""
     added = deltas.deltas_of(x.reshape(slots.size, 1, -1), a, bs, slots, "gather")

@@ -9,6 +9,7 @@ import pytest
 from mlx.utils import tree_map
 
 from mlx_model.loader import LoadedModel
+from trainer.learn import adam as adam_module
 from trainer.learn import gate, optimize
 from trainer.learn.adam import AdamSteps, StepSizes
 from trainer.learn.batches import Sample, SampleGroup, pad
@@ -212,6 +213,30 @@ def test_moments_of_any_age_say_the_same_of_the_same_gradient(apart: Callable[[s
     other.take_means(young.means(betas), betas)
     expected = old.moments()
     assert all(value == pytest.approx(expected[name], rel=1e-5) for name, value in other.moments().items())
+
+
+def test_a_compiled_update_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that would not be finite changes nothing, and the next one goes on as if it had not been."""
+
+    def learned() -> tuple[list[bool], dict[str, Any], int]:
+        mx.random.seed(1)
+        model = nn.Linear(2, 3)
+        adam = AdamSteps(model, lambda name: name == "bias", are_constant=True)
+        made = []
+        for at, by in enumerate((0.5, float("nan"), -2.0)):
+            before, gradient = adam.moments(), tree_map(lambda value, by=by: value * by, model.trainable_parameters())
+            made.append(adam.update(gradient, StepSizes(1e-2 * (at + 1), (0.9, 0.99), 0.1, 1e-8, 0.3, 1e-3))[1])
+            if not made[-1]:
+                assert all(np.array_equal(value, before[name]) for name, value in adam.moments().items())
+        return made, {**model.parameters(), **adam.moments()}, adam.count
+
+    plain = learned()
+    monkeypatch.setattr(adam_module, "on_cpu", lambda: False)
+    compiled = learned()
+    assert plain[0] == compiled[0] == [True, False, True]
+    assert plain[2] == compiled[2] == 2
+    for name, value in plain[1].items():
+        assert np.allclose(compiled[1][name], value, rtol=1e-6, atol=0), name
 
 
 def test_mismatch_and_staleness_are_told_apart(policy: Policy) -> None:

@@ -23,6 +23,7 @@ from mlx_model.lora.stacks import AdaptedModel
 from tests.engine.kv_models import RECURRENT, WINDOW, WINDOWED, small
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from trainer.learn import logprobs
+from trainer.learn.adam import all_finite
 from trainer.learn.batches import PADDING, Microbatch, Padding, Sample, SampleGroup, pad
 from trainer.learn.logprobs import BatchArrays, Halves, can_share_prompts, row_scores, shared_scores, to_arrays
 from trainer.learn.options import AdapterShape
@@ -239,13 +240,17 @@ def test_a_shared_prompt_gives_the_numbers_and_gradients_of_whole_rows(
 def test_a_model_that_has_no_numbers_before_its_first_position_computes_rows() -> None:
     """Ministral 3 scales queries by the logarithm of their position."""
     scaling = {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "num_attention_heads": 2}
     rest = {"head_dim": 16, "vocab_size": 300, "rms_norm_eps": 1e-6, "max_position_embeddings": 256}
     config = {"model_type": "ministral3", **sizes, **rest, "tie_word_embeddings": True, "rope_parameters": scaling}
     model = ministral3.Model(ministral3.ModelArgs.from_dict(config))
     policy, x = Policy(model, AdapterShape()), to_arrays(microbatch())
     assert not can_share_prompts(model)
-    assert mx.isfinite(mx.where(x.mask_BT, policy.scores(policy.model, x).logp_BT, 0.0)).all()
+
+    def loss(tree: Any) -> mx.array:
+        return mx.where(x.mask_BT, policy.scores(tree, x).logp_BT, 0.0).sum()
+
+    assert all_finite(nn.value_and_grad(policy.model, loss)(policy.model))
 
 
 @pytest.mark.parametrize("has_own_mask", [False, True])

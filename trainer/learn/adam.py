@@ -49,7 +49,7 @@ class AdamSteps:
     ) -> None:
         """`are_constant`: all but the learning rates, in all updates; then these are compiled on a GPU."""
         self._model, self._apart, self._are_constant = model, apart, are_constant
-        self._update: tuple[StepSizes | None, Callable[..., Any]] = None, _update_by
+        self._update: tuple[StepSizes, Callable[..., Any]] | None = None  # with its constants
         self.reset()
 
     def reset(self) -> None:
@@ -78,13 +78,12 @@ class AdamSteps:
     def _updated(self, sizes: StepSizes) -> Callable[..., Any]:
         """The function of an update, which knows nothing of this object: a compiled one would hold it."""
         constants = replace(sizes, learning_rate=0.0, apart_rate=0.0)
-        known, update = self._update
-        if known != constants:
-            update = partial(_update_by, constants, self._apart)
+        if self._update is None or self._update[0] != constants:
+            update: Callable[..., Any] = partial(_update_by, constants, self._apart)
             if self._are_constant and not on_cpu():  # there a compiler would run for seconds, and gain little
                 update = mx.compile(update)
             self._update = constants, update
-        return update
+        return self._update[1]
 
     def state(self) -> Any:
         """The present moments, to be put back by `put_back`; arrays are shared, since an update replaces them."""

@@ -4,7 +4,7 @@ Two ways, same numbers. *Shared*: each prompt runs once, and what its layers hol
 all samples of its group: keys and values, of windows their last ones, and recurrent states. With G samples of T tokens
 after a prompt of S tokens that is S + G T positions where rows of their own need G (S + T); logits exist for completion
 positions only. Prompts share a forward, padded on the left, but where a layer would read the padding into its state. On
-CUDA completions are computed in that forward, too, where all layers have full attention.
+CUDA completions are computed in it, too, where all layers have full attention and no images or experts are given.
 *Rows*: prompt and completion as one row, for models with caches of other kinds, and under gradient checkpointing.
 """
 
@@ -241,8 +241,11 @@ def can_share_prompts(model: Any, *, tries: bool = True) -> bool:
 
 def _bears_padding(model: Any) -> bool:
     """False of attention scaled by the logarithm of a position, which has none before the first one (Ministral 3)."""
-    caches = mapped(make_prompt_cache(model), lambda leaf: PromptKeys(mx.array([1])))
-    return bool(mx.isfinite(model(mx.array([[0, 1]]), cache=caches)).all().item())
+    caches = mapped(make_prompt_cache(model), lambda leaf: PromptKeys(mx.array([2])))
+    try:
+        return not mx.isnan(model(mx.array([[0, 0, 1]]), cache=caches)).any().item()
+    except Exception:  # masks and state of the model's own
+        return False
 
 
 def _is_right(model: Any) -> bool:

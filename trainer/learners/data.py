@@ -89,7 +89,7 @@ class DataLearner(ABC, Generic[T]):
     ) -> None:
         """`rates`: of a part, in multiples of the learning rate."""
         self._options, self._learns, self._rates = options, dict(learns), dict(rates or {})
-        self._adams = {name: AdamSteps(module) for name, module in learns.items()}
+        self._adams = {name: AdamSteps(module, are_constant=True) for name, module in learns.items()}
         self._good: Arrays = {}
         self._good_moments: dict[str, Any] = {}
         self.accept()

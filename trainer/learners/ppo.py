@@ -59,7 +59,7 @@ class PpoLearner:
     def __init__(self, network: NetworkSpec, weights: Arrays, options: PpoLearnerOptions) -> None:
         self._network, self._options = network, options
         self._weights = _Weights(_tree(weights))
-        self._adam = AdamSteps(self._weights)
+        self._adam = AdamSteps(self._weights, are_constant=True)
         self._gradient = mx.value_and_grad(self._loss)
         self._good = self.snapshot()
         self.shapes = {name: tuple(value.shape) for name, value in weights.items()}
