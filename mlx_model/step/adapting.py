@@ -85,7 +85,7 @@ class Adapted(NamedTuple):
 
 
 class AdaptedLayers:
-    """What adapters change in all layers: worked out when it has changed, since a step has little time."""
+    """A step has little time, so what adapters change in all layers is worked out only when it has changed."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers

@@ -28,7 +28,7 @@ from trainer.learn.batches import PADDING, Microbatch, Padding, Sample, SampleGr
 from trainer.learn.logprobs import BatchArrays, Halves, can_share_prompts, row_scores, shared_scores, to_arrays
 from trainer.learn.options import AdapterShape
 from trainer.learn.policy import Policy, share_tree
-from trainer.learn.prompt_kv import Pieces
+from trainer.learn.prompt_kv import OnePass
 from trainer.state import Arrays
 from trainer.versions.checkpoint import write_adapter
 
@@ -275,7 +275,7 @@ def test_prompts_and_completions_take_one_forward_pass_in_the_shapes_of_fused_at
 
     monkeypatch.setattr(logprobs, "halves_of", counted)
     if has_own_mask:
-        monkeypatch.setattr(Pieces, "make_mask", lambda *_, **__: mx.array(True))
+        monkeypatch.setattr(OnePass, "make_mask", lambda *_, **__: mx.array(True))
     found_BT = shared_scores(model, x, reads="fused", chunk=5).logp_BT
     assert inputs == ([(9, 8), (2, 16), (5, 8)] if has_own_mask else [(9, 8)])
     wanted_BT = row_scores(model, x).logp_BT

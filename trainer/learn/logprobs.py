@@ -24,7 +24,7 @@ from mlx_model.kv.shared import Form, Groups
 from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
 from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
 from trainer.learn.picture_places import Laid, Shown, behind, looking, shown
-from trainer.learn.prompt_kv import LEAST_WIDTH, Pieces, PromptKeys
+from trainer.learn.prompt_kv import LEAST_WIDTH, OnePass, PromptKeys
 from trainer.learn.routes import Routes, of_prompts, of_rest, of_rows, replay_of, replaying
 from trainer.rollouts.sight import Sight
 
@@ -319,7 +319,7 @@ def _fits_one_pass(model: Any, x: BatchArrays) -> bool:
 
 def _with_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays) -> mx.array:
     """The same in one forward pass: where positions are few, its time is that of starting operations."""
-    pieces = Pieces(x.padding_P, x.prompt_of_B, (x.prompt_PS.shape[1], x.completion_BT.shape[1] - 1))
+    pieces = OnePass(x.padding_P, x.prompt_of_B, (x.prompt_PS.shape[1], x.completion_BT.shape[1] - 1))
     ids_NW = pieces.joined([x.prompt_PS, x.completion_BT[:, :-1]])
     caches = mapped(make_prompt_cache(model), lambda leaf: pieces)
     prompts_PSH, rest_BTH = pieces.apart(body(ids_NW, cache=caches))

@@ -1,7 +1,7 @@
 """Keys and values of prompts in a train step, with gradients: rows that continue the prompts copy them, or read them
 where they are.
 
-Prompts and the rows behind them take a forward pass each, or one together (`Pieces`), which starts half as many
+Prompts and the rows behind them take a forward pass each, or one together (`OnePass`), which starts half as many
 operations.
 
 Shape suffixes: P prompts, S their positions, B rows, T the positions of these that are fed, N pieces, W positions of a
@@ -83,14 +83,14 @@ class PromptKeys:
         return twin
 
 
-class Pieces:
+class OnePass:
     """Prompts [P, S] and the rows [B, T] that continue them, cut into pieces [N, W] for one forward pass.
 
-    It is the cache of all layers in this pass: attention gets each layer's keys with the prompts' for their rows.
+    S and T are the `lengths`. This is the cache of all layers in that pass: attention gets each layer's keys, in which
+    rows have those of their prompts.
     """
 
     def __init__(self, padding_P: mx.array, prompt_of_B: mx.array, lengths: tuple[int, int]) -> None:
-        """`lengths`: S and T."""
         self._padding_P, self._prompt_of_B, self._lengths = padding_P, prompt_of_B, lengths
         self.width = math.gcd(*lengths)
         self._end = len(padding_P) * lengths[0] // self.width
