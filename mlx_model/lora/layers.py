@@ -39,9 +39,7 @@ class RowSlots:
     slots_B: mx.array | None = None  # uint32, one per row; None: all rows on the base
     dora: bool = False  # whether any row uses DoRA
     kernel: Kernel = "gather"
-    found: dict[Any, Any] = field(
-        default_factory=dict
-    )  # what forwards have worked out; emptied when stacks are replaced
+    found: dict[Any, Any] = field(default_factory=dict)  # of stacks, by forwards; emptied when arrays are replaced
 
 
 @dataclass(frozen=True)
