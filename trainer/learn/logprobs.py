@@ -24,13 +24,14 @@ from mlx_model.kv.shared import Form, Groups
 from trainer.learn.batches import Microbatch, Sample, SampleGroup, pad
 from trainer.learn.drawing import DrawnPositions, DrawnRows, as_drawn, positions_of
 from trainer.learn.picture_places import Laid, Shown, behind, looking, shown
-from trainer.learn.prompt_kv import LEAST_WIDTH, OnePass, PromptKeys
+from trainer.learn.prompt_kv import OnePass, PromptKeys
 from trainer.learn.routes import Routes, of_prompts, of_rest, of_rows, replay_of, replaying
 from trainer.rollouts.sight import Sight
 
 # Bytes of a layer's keys and values that rows must spare by reading prompts where they are, or it is no faster than
 # copies. On a CPU (fp32): 1.07 of the time at 4 MB, 0.98 at 31 MB, 0.7 at 126 MB.
 LEAST_SPARED = 32 << 20
+LEAST_WIDTH = 8  # of the pieces of prompts and completions in one forward pass
 _CLOSE = 0.02  # of the largest log-probability: how far the two ways may be apart, by rounding
 CHUNK_LOGITS = 1 << 26  # at most as many logits at once: 256 MB in fp32
 
@@ -232,11 +233,16 @@ def can_share_prompts(model: Any, *, tries: bool = True) -> bool:
     So it does where all state is keys and values of full attention, and positions before the first one harm nothing.
     That, and models with windows or recurrent layers, are tried with a few tokens, if `tries`.
     """
-    new = list(leaves(make_prompt_cache(model)))
-    if all(type(leaf) is KVCache for leaf in new):
+    if _has_only_keys(model):
         return not tries or _bears_padding(model)
+    new = leaves(make_prompt_cache(model))
     known = all(type(leaf) in (KVCache, RotatingKVCache, ArraysCache) and not getattr(leaf, "keep", 0) for leaf in new)
     return known and tries and _is_right(model)
+
+
+def _has_only_keys(model: Any) -> bool:
+    """True if all state is keys and values of full attention."""
+    return all(type(leaf) is KVCache for leaf in leaves(make_prompt_cache(model)))
 
 
 def _bears_padding(model: Any) -> bool:
@@ -290,11 +296,8 @@ def shared_scores(
 
 def _behind_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays, reads: Reads | None) -> mx.array:
     """Hidden states [B, T, H] in which completions are drawn."""
-    if reads == "fused" and body is not model and _fits_one_pass(model, x):
-        try:
-            return _with_prompts(model, body, x)
-        except NotImplementedError:  # masks of the model's own
-            pass
+    if reads == "fused" and (hidden_BTH := _with_prompts(model, body, x)) is not None:
+        return hidden_BTH
     masks = Masks() if reads == "fused" else None
     caches = mapped(make_prompt_cache(model), lambda leaf: _learning(leaf, x.padding_P, masks))
     replay = replay_of(model)
@@ -311,18 +314,22 @@ def _behind_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays, r
     return mx.concatenate([hidden_BTH, rest_BTH], axis=1)
 
 
-def _fits_one_pass(model: Any, x: BatchArrays) -> bool:
-    prompt, completion = x.prompt_PS.shape[1], x.completion_BT.shape[1] - 1
-    is_plain = x.seen is None and x.routes_BTN is None and completion and math.gcd(prompt, completion) >= LEAST_WIDTH
-    return bool(is_plain) and all(type(leaf) is KVCache for leaf in leaves(make_prompt_cache(model)))
+def _with_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays) -> mx.array | None:
+    """The same in one forward pass: where positions are few, its time is that of starting operations.
 
-
-def _with_prompts(model: Any, body: Callable[..., mx.array], x: BatchArrays) -> mx.array:
-    """The same in one forward pass: where positions are few, its time is that of starting operations."""
-    pieces = OnePass(x.padding_P, x.prompt_of_B, (x.prompt_PS.shape[1], x.completion_BT.shape[1] - 1))
-    ids_NW = pieces.joined([x.prompt_PS, x.completion_BT[:, :-1]])
-    caches = mapped(make_prompt_cache(model), lambda leaf: pieces)
-    prompts_PSH, rest_BTH = pieces.apart(body(ids_NW, cache=caches))
+    None where that cannot be.
+    """
+    lengths = x.prompt_PS.shape[1], x.completion_BT.shape[1] - 1
+    is_plain = body is not model and x.seen is None and x.routes_BTN is None and _has_only_keys(model)
+    if not is_plain or lengths[1] == 0 or math.gcd(*lengths) < LEAST_WIDTH:
+        return None
+    pieces = OnePass(x.padding_P, x.prompt_of_B, lengths)
+    ids_NW = pieces.joined([x.prompt_PS[..., None], x.completion_BT[:, :-1, None]])[..., 0]
+    try:
+        states_NWH = body(ids_NW, cache=mapped(make_prompt_cache(model), lambda leaf: pieces))
+    except NotImplementedError:  # masks of the model's own
+        return None
+    prompts_PSH, rest_BTH = pieces.apart(states_NWH)
     return mx.concatenate([prompts_PSH[:, -1][x.prompt_of_B][:, None], rest_BTH], axis=1)
 
 

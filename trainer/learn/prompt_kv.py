@@ -18,7 +18,6 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_model.kv.padded import Masks, PaddedRead, PartsRead
 from mlx_model.kv.shared import Form, Groups, Pair, SharedRead, read_of, with_queries
 
-LEAST_WIDTH = 8  # of a piece
 MOST_PARTS = 8  # prompts whose keys are copied for their rows one by one; of more, by an index
 
 
@@ -92,8 +91,8 @@ class OnePass:
 
     def __init__(self, padding_P: mx.array, prompt_of_B: mx.array, lengths: tuple[int, int]) -> None:
         self._padding_P, self._prompt_of_B, self._lengths = padding_P, prompt_of_B, lengths
-        self.width = math.gcd(*lengths)
-        self._end = len(padding_P) * lengths[0] // self.width
+        self._width = math.gcd(*lengths)
+        self._end = len(padding_P) * lengths[0] // self._width
         self._masks = Masks()
         prompts = PromptKeys(padding_P)
         first, seen = prompts.offset, prompts.make_mask(lengths[0])
@@ -102,7 +101,7 @@ class OnePass:
         self._seen = seen, rows.make_mask(lengths[1])
         begins = zip((first, rows.offset), lengths, strict=True)
         self.offset = mx.concatenate(
-            [(begin[:, None] + mx.arange(0, length, self.width)).flatten() for begin, length in begins]
+            [(begin[:, None] + mx.arange(0, length, self._width)).flatten() for begin, length in begins]
         )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PartsRead, mx.array]:
@@ -120,25 +119,15 @@ class OnePass:
             raise NotImplementedError("a mask of pieces")
 
     def apart(self, array: mx.array) -> list[mx.array]:
-        """An array [N, heads, W, D] as [P, heads, S, D] and [B, heads, T, D]; also one [N, W, D] as [P, S, D] and
-        [B, T, D].
-        """
+        """An array [N, ..., W, D] as [P, ..., S, D] and [B, ..., T, D]."""
         parts = zip((array[: self._end], array[self._end :]), self._lengths, strict=True)
-        return [self._whole(part, length) for part, length in parts]
-
-    def _whole(self, part: mx.array, length: int) -> mx.array:
-        each = mx.unflatten(part, 0, (-1, length // self.width))
-        whole = each if part.ndim == 3 else each.swapaxes(1, 2)
-        return whole.flatten(-3, -2)
+        cut = [mx.unflatten(part, 0, (-1, length // self._width)) for part, length in parts]
+        return [mx.moveaxis(part, 1, -3).flatten(-3, -2) for part in cut]
 
     def joined(self, parts: Sequence[mx.array]) -> mx.array:
-        """Arrays [P, heads, S, D] and [B, heads, T, D] as [N, heads, W, D]; also ids [P, S] and [B, T] as [N, W]."""
-        return mx.concatenate([self._cut(part) for part in parts])
-
-    def _cut(self, whole: mx.array) -> mx.array:
-        if whole.ndim == 2:
-            return whole.reshape(-1, self.width)
-        return mx.unflatten(whole, 2, (-1, self.width)).swapaxes(1, 2).flatten(0, 1)
+        """Arrays [P, ..., S, D] and [B, ..., T, D] as [N, ..., W, D]."""
+        cut = [mx.unflatten(part, -2, (-1, self._width)) for part in parts]
+        return mx.concatenate([mx.moveaxis(part, -3, 1).flatten(0, 1) for part in cut])
 
 
 class Continued:
