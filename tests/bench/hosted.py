@@ -34,7 +34,7 @@ from shared.seeds import derived_seed
 from shared.text.codec import TextCodec
 from tests.bench.local_ring import LocalRing, LocalSink, LocalSource
 from tests.bench.models import QWEN3_0_6B, QWEN3_4B, QWEN3_SMALL, random_qwen3
-from tests.bench.steady_training import Training, random_groups, tokens_of
+from tests.bench.steady_training import Training, accepted, random_groups, tokens_of
 from tests.bench.utilisation import StepWork, product_rate
 from tests.training.nobody import NoBoard, NoOrders
 from trainer.hosted import FREE_PART, rehearse
@@ -317,7 +317,7 @@ def train_alone(ring: LocalRing, settings: TrainSettings, groups: list[SampleGro
     times = []
     for step in range(1 + ALONE_STEPS):  # the first one compiles
         began = time.perf_counter()
-        for _ in learner.train(groups, step, step, [(1, 2, 3)]):
+        for _ in accepted(learner, groups, step):
             pass
         times.append(time.perf_counter() - began)
     yield

@@ -11,7 +11,8 @@ import numpy as np
 
 from tests.bench.local_ring import LocalRing
 from trainer.learn.batches import Sample, SampleGroup
-from trainer.learners.policy import PolicyLearner
+from trainer.learn.compute import Work
+from trainer.learners.policy import PolicyLearner, Trained
 
 SETTLE_S = 120.0  # at most
 SETTLE_SIZE_S, STEADY_S = 45.0, 8.0
@@ -86,7 +87,7 @@ class Training:
             return
         learner, step = self.learner, self.steps
         assert learner is not None
-        self._work = self.ring.engine.run_between_steps(lambda: learner.train(self.groups, step, step, [(1, 2, 3)]))
+        self._work = self.ring.engine.run_between_steps(lambda: accepted(learner, self.groups, step))
         self._work.add_done_callback(self._done)
 
     def _done(self, work: Any) -> None:
@@ -112,6 +113,13 @@ class Training:
         if len(ended) < 2:
             raise RuntimeError(f"no two train steps ended within {SETTLE_S:.0f} s")
         return float(tokens_of(self.groups) / np.median(np.diff(ended)))
+
+
+def accepted(learner: PolicyLearner, groups: list[SampleGroup], step: int) -> Work[Trained]:
+    """A train step whose version passes the gate."""
+    trained = yield from learner.train(groups, step, step, [(1, 2, 3)])
+    learner.accept()
+    return trained
 
 
 def tokens_of(groups: list[SampleGroup]) -> int:

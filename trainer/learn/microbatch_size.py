@@ -8,10 +8,11 @@ Times are kept by size, in steps of a factor of two: thousands of operations hav
 they have, a GPU is hardly busier with four times as many, and in between the curve has bumps, so no line goes through
 it. From the smallest size on, each larger one is tried until time grows in proportion, or is too long. A size is not
 measured again while another is taken, so what the first microbatch of a shape takes to compile is left out: it kept a
-GPU at 256 positions for good.
+GPU at 256 positions for good. Where nobody waits, the largest size that was tried is measured a few times before it is
+judged, or one slow moment would decide as long.
 
 While nothing else computes between microbatches, no row waits, and they may take several times as long, as long as a
-prompt's piece may take then, and several times the memory, which no row's KV needs.
+prompt's piece may take then, and half of what memory is free in place of a sixteenth, for no row's KV needs it.
 
 Invariants. Between one position and the largest size that the settings allow; without a bound always that size. A size
 that keeps the bound is taken if it reaches half of the best rate that was seen, or a train step would take many times
@@ -28,8 +29,10 @@ from statistics import median
 FIRST = 256  # positions, before anything is known of this machine
 RECENT = 5  # durations stored for each size
 WARM_UP = 1  # first times of a size that are left out
+SURE = 3  # times of a size that tell more than a slow moment
 ALONE = 0.1  # of a microbatch's time: what passes before it while nothing else computes
-UNDISTURBED = 4  # times both bounds then; a row that comes waits for one such microbatch
+UNDISTURBED_S = 4  # times the bound on the duration then; a row that comes waits for one such microbatch
+UNDISTURBED_BYTES = 8  # times the bound on memory
 PATIENCE = 16.0  # bounds: what the next size is expected to take at most, while sizes are tried
 BUMP = 2  # sizes that a bump in the curve may span
 IN_PROPORTION = 1.7  # times as long for twice the size, over so many sizes: work by now, not the start of operations
@@ -50,7 +53,7 @@ class MicrobatchSize:
 
     def __post_init__(self) -> None:
         self._position_bytes: deque[float] = deque(maxlen=RECENT)
-        self._times_bounds = 1  # by what has computed lately
+        self._is_undisturbed = False  # by what has computed lately
         self.positions = min(FIRST, self._most) if self.bound_s else self.largest
         self._times: dict[int, _Times] = {}  # by log2 of the size
         self._floor = 0  # less was asked for in vain: one sample is never cut
@@ -61,18 +64,12 @@ class MicrobatchSize:
         position = MARGIN * max(self._position_bytes, default=self.expected_bytes)
         if not self.bound_bytes or not position:
             return self.largest
-        return min(self.largest, max(1, int(self._times_bounds * self.bound_bytes / position)))
+        allowed = self.bound_bytes * (UNDISTURBED_BYTES if self._is_undisturbed else 1)
+        return min(self.largest, max(1, int(allowed / position)))
 
     @property
     def _allowed_s(self) -> float:
-        return self._times_bounds * self.bound_s
-
-    def _may_fit(self, size: int) -> bool:
-        """True if a larger size than was tried keeps the bound on memory, even when its positions take twice as
-        much.
-        """
-        position = 2 * max(self._position_bytes, default=self.expected_bytes)
-        return not self.bound_bytes or min(size, self.largest) * position <= self._times_bounds * self.bound_bytes
+        return self.bound_s * (UNDISTURBED_S if self._is_undisturbed else 1)
 
     def took(
         self,
@@ -92,7 +89,7 @@ class MicrobatchSize:
         """
         if not self.bound_s or tokens <= 0 or seconds <= 0:
             return
-        self._times_bounds = UNDISTURBED if waited_s is not None and waited_s < ALONE * seconds else 1
+        self._is_undisturbed = waited_s is not None and waited_s < ALONE * seconds
         if nbytes:
             self._position_bytes.append(nbytes / positions)
             self.positions = min(self.positions, self._most)
@@ -113,8 +110,10 @@ class MicrobatchSize:
     def _next(self, known: "dict[int, _Times]") -> int:
         """The next size: an untried one, or the best of the known ones."""
         low, high = min(known), max(known)
-        if 1 << high < self.largest and self._may_fit(2 << high) and self._may_try_more(known):
+        if 1 << high < self.largest and min(2 << high, self.largest) <= self._most and self._may_try_more(known):
             return 1 << (high + 1)
+        if self._is_undisturbed and known[high].count < SURE and 1 << high <= self._most:
+            return 1 << high
         best = max(times.rate for times in known.values())
         enough = [size for size, times in known.items() if times.rate >= ENOUGH * best]
         kept = [size for size in enough if known[size].seconds <= self._allowed_s]
@@ -151,6 +150,10 @@ class _Times:
     @property
     def known(self) -> bool:
         return bool(self._last)
+
+    @property
+    def count(self) -> int:
+        return len(self._last)
 
     @property
     def full(self) -> bool:
