@@ -169,7 +169,9 @@ def test_on_an_idle_device_they_take_more_memory_until_a_row_comes() -> None:
     size = MicrobatchSize(65_536, 0.05, bound_bytes=4_000_000, expected_bytes=1000)
     for _ in range(100):
         size.took(size.positions, size.positions, size.positions, 1e-4, nbytes=3000 * size.positions, waited_s=0.0)
-    assert 4 * 4_000_000 < 3000 * size.positions <= 8 * 4_000_000, "half of what is free, of which the bound is a sixteenth"
+    assert 4 * 4_000_000 < 3000 * size.positions <= 8 * 4_000_000, (
+        "half of what is free, of which the bound is a sixteenth"
+    )
     size.took(size.positions, size.positions, size.positions, 1e-4, nbytes=3000 * size.positions, waited_s=1.0)
     assert 3000 * size.positions <= 4_000_000
 

@@ -80,7 +80,9 @@ class Policy:
         self.origin: Arrays | None = None  # the adapter that the run began with; None: the base
         self.model: Any = share_tree(model)
         self.model.freeze()
-        self._copies = deque[tuple[dict[str, mx.array], Arrays]](maxlen=2)  # of the last good adapter and the present one
+        self._copies = deque[tuple[dict[str, mx.array], Arrays]](
+            maxlen=2
+        )  # of the last good adapter and the present one
         self._scale = math.inf  # of the latest loss
         self._is_half = any(array.dtype == mx.float16 for _, array in tree_flatten(self.base.parameters()))
         self.peers = Peers(whole)
