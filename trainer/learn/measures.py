@@ -6,7 +6,7 @@ weights through another kernel, another batch, or keys and values from before a 
 hand allow this split, so tokens of older steps are left out.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +104,7 @@ _LONGEST = 64  # prompt positions that count; logits of long prompts would take 
 
 
 def measure_probe_kl(
-    policy: Policy, anchors: Sequence[Arrays | None], prompts: Sequence[Sequence[int]]
+    policy: Policy, anchors: Sequence[Mapping[str, Any] | None], prompts: Sequence[Sequence[int]]
 ) -> Generator[None, None, list[float]]:
     """Mean KL(anchor || present) of the next-token distributions at the last positions of fixed prompts, in nats.
 
@@ -157,7 +157,7 @@ def measure_gaps(
 
 
 @contextmanager
-def weights_in(policy: Policy, weights: Arrays | None) -> Iterator[Any]:
+def weights_in(policy: Policy, weights: Mapping[str, Any] | None) -> Iterator[Any]:
     """The model with these weights, None: the base; afterwards the policy has its own again."""
     if weights is None:
         yield policy.base

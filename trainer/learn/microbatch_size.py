@@ -12,7 +12,7 @@ GPU at 256 positions for good. Where nobody waits, the largest size that was tri
 judged, or one slow moment would decide as long.
 
 While nothing else computes between microbatches, no row waits, and they may take several times as long, as long as a
-prompt's piece may take then, and half of what memory is free in place of a sixteenth, for no row's KV needs it.
+prompt's piece may take then, and several times the memory, which no row's KV needs.
 
 Invariants. Between one position and the largest size that the settings allow; without a bound always that size. A size
 that keeps the bound is taken if it reaches half of the best rate that was seen, or a train step would take many times
@@ -31,8 +31,7 @@ RECENT = 5  # durations stored for each size
 WARM_UP = 1  # first times of a size that are left out
 SURE = 3  # times of a size that tell more than a slow moment
 ALONE = 0.1  # of a microbatch's time: what passes before it while nothing else computes
-UNDISTURBED_S = 4  # times the bound on the duration then; a row that comes waits for one such microbatch
-UNDISTURBED_BYTES = 8  # times the bound on memory
+UNDISTURBED = 4  # times both bounds then; a row that comes waits for one such microbatch
 PATIENCE = 16.0  # bounds: what the next size is expected to take at most, while sizes are tried
 BUMP = 2  # sizes that a bump in the curve may span
 IN_PROPORTION = 1.7  # times as long for twice the size, over so many sizes: work by now, not the start of operations
@@ -50,26 +49,30 @@ class MicrobatchSize:
     bound_s: float = 0.0  # 0: no bound
     bound_bytes: int = 0  # 0: none; without a bound on the time it means nothing
     expected_bytes: int = 0  # of a position, before one was measured
+    whole: int = 0  # positions of what is cut; 0: not known. No larger size would ever be measured
 
     def __post_init__(self) -> None:
         self._position_bytes: deque[float] = deque(maxlen=RECENT)
-        self._is_undisturbed = False  # by what has computed lately
+        self._times_bounds = 1  # by what has computed lately
         self.positions = min(FIRST, self._most) if self.bound_s else self.largest
         self._times: dict[int, _Times] = {}  # by log2 of the size
         self._floor = 0  # less was asked for in vain: one sample is never cut
+
+    @property
+    def _limit(self) -> int:
+        return min(self.largest, self.whole or self.largest)
 
     @property
     def _most(self) -> int:
         """The most positions that are expected to stay within the bound on memory, and that the settings allow."""
         position = MARGIN * max(self._position_bytes, default=self.expected_bytes)
         if not self.bound_bytes or not position:
-            return self.largest
-        allowed = self.bound_bytes * (UNDISTURBED_BYTES if self._is_undisturbed else 1)
-        return min(self.largest, max(1, int(allowed / position)))
+            return self._limit
+        return min(self._limit, max(1, int(self._times_bounds * self.bound_bytes / position)))
 
     @property
     def _allowed_s(self) -> float:
-        return self.bound_s * (UNDISTURBED_S if self._is_undisturbed else 1)
+        return self._times_bounds * self.bound_s
 
     def took(
         self,
@@ -89,7 +92,11 @@ class MicrobatchSize:
         """
         if not self.bound_s or tokens <= 0 or seconds <= 0:
             return
-        self._is_undisturbed = waited_s is not None and waited_s < ALONE * seconds
+        before, self._times_bounds = self._times_bounds, 1
+        if waited_s is not None and waited_s < ALONE * seconds:
+            self._times_bounds = UNDISTURBED
+        if self._times_bounds != before:
+            self._choose()
         if nbytes:
             self._position_bytes.append(nbytes / positions)
             self.positions = min(self.positions, self._most)
@@ -99,10 +106,13 @@ class MicrobatchSize:
         if 2 * positions > 3 * asked:
             self._floor = max(self._floor, size)
         times = self._times.setdefault(size, _Times())
-        before = times.seconds
+        usual = times.seconds
         times.add(tokens, seconds, is_new=is_new)
-        if before and times.full and not 1 / CHANGED < times.seconds / before < CHANGED:
+        if usual and times.full and not 1 / CHANGED < times.seconds / usual < CHANGED:
             self._times = {size: times}
+        self._choose()
+
+    def _choose(self) -> None:
         known = {size: times for size, times in sorted(self._times.items()) if times.known}
         if known:
             self.positions = min(self._next(known), self._most)
@@ -110,9 +120,11 @@ class MicrobatchSize:
     def _next(self, known: "dict[int, _Times]") -> int:
         """The next size: an untried one, or the best of the known ones."""
         low, high = min(known), max(known)
-        if 1 << high < self.largest and min(2 << high, self.largest) <= self._most and self._may_try_more(known):
+        highest = _step(self._limit)
+        if high < highest and min(2 << high, self._limit) <= self._most and self._may_try_more(known):
             return 1 << (high + 1)
-        if self._is_undisturbed and known[high].count < SURE and 1 << high <= self._most:
+        is_unsure = self._times_bounds > 1 and known[high].count < SURE
+        if is_unsure and high <= highest and min(1 << high, self._limit) <= self._most:
             return 1 << high
         best = max(times.rate for times in known.values())
         enough = [size for size, times in known.items() if times.rate >= ENOUGH * best]

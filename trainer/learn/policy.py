@@ -12,7 +12,6 @@ Invariants.
 import copy
 import math
 import zlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -49,6 +48,7 @@ from trainer.state import Arrays
 _LINEARS = (nn.Linear, nn.QuantizedLinear, ShardedToAllLinear, QuantizedShardedToAllLinear)
 _SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+_LARGEST = (1 << 31) - 1  # numbers of an array of MLX in one dimension
 _LESS = 16  # by which a loss is scaled less when its gradient was not finite
 
 
@@ -80,9 +80,8 @@ class Policy:
         self.origin: Arrays | None = None  # the adapter that the run began with; None: the base
         self.model: Any = share_tree(model)
         self.model.freeze()
-        self._copies = deque[tuple[dict[str, mx.array], Arrays]](
-            maxlen=2
-        )  # of the last good adapter and the present one
+        self._copied: dict[str, mx.array] = {}  # what `_copy` is a copy of
+        self._copy: Arrays = {}
         self._scale = math.inf  # of the latest loss
         self._is_half = any(array.dtype == mx.float16 for _, array in tree_flatten(self.base.parameters()))
         self.peers = Peers(whole)
@@ -211,23 +210,21 @@ class Policy:
         same one until something has computed a gradient or changed the adapter.
         """
         arrays = self.arrays()
-        copy = next((copy for copied, copy in self._copies if _are_same(copied, arrays)), None)
-        if copy is None:
-            copy = _on_host(arrays)
-            self._copies.append((arrays, copy))
-        return dict(copy)
+        if len(arrays) != len(self._copied) or any(
+            value is not self._copied.get(name) for name, value in arrays.items()
+        ):
+            self._copied, self._copy = arrays, _on_host(arrays)
+        return dict(self._copy)
 
-    def load(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Replace the adapter; ValueError when names or shapes differ."""
-        arrays = next((copied for copied, copy in self._copies if _are_same(copy, weights)), None)
-        if arrays is None:
-            mine = {name: value.shape for name, value in self.arrays().items()}
-            given = {name: value.shape for name, value in weights.items()}
-            if mine != given:
-                wrong = sorted(name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name))
-                raise ValueError(f"the adapter does not fit this policy: {', '.join(wrong[:3])}")
-            arrays = {name: mx.array(value) for name, value in weights.items()}
-        self.model.update(tree_unflatten(list(arrays.items())))
+    def load(self, weights: Mapping[str, mx.array | npt.NDArray[np.float32]]) -> None:
+        """Replace the adapter; ValueError when names or shapes differ. Arrays of MLX are not copied."""
+        mine = {name: value.shape for name, value in self.arrays().items()}
+        given = {name: value.shape for name, value in weights.items()}
+        if mine != given:
+            wrong = sorted(name for name in mine.keys() | given.keys() if mine.get(name) != given.get(name))
+            raise ValueError(f"the adapter does not fit this policy: {', '.join(wrong[:3])}")
+        arrays = [(name, value if isinstance(value, mx.array) else mx.array(value)) for name, value in weights.items()]
+        self.model.update(tree_unflatten(arrays))
         mx.eval(self.model.trainable_parameters())
 
     def config(self) -> bytes:
@@ -237,21 +234,20 @@ class Policy:
         return mlx_config(self.shape.kind, self.shape.rank, self.shape.scale, tuple(self.modules), self._heads)
 
 
-def _are_same(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """True if these are the same objects under the same names."""
-    return len(some) == len(others) and all(value is others.get(name) for name, value in some.items())
-
-
 def _on_host(arrays: Mapping[str, mx.array]) -> Arrays:
     """Copies that nothing can write to, in one transfer: CUDA takes as long for a small array as for a large one, and
     MLX moves what a host reads out of the GPU's memory.
     """
-    if not arrays:
-        return {}
-    flat = np.array(mx.concatenate([value.reshape(-1) for value in arrays.values()]))
-    flat.flags.writeable = False
-    parts = np.split(flat, np.cumsum([value.size for value in arrays.values()])[:-1])
-    return {name: part.reshape(value.shape) for (name, value), part in zip(arrays.items(), parts, strict=True)}
+    sizes = [value.size for value in arrays.values()]
+    if not 0 < sum(sizes) <= _LARGEST:
+        copies = {name: np.array(value) for name, value in arrays.items()}
+    else:
+        flat = np.array(mx.concatenate([value.reshape(-1) for value in arrays.values()]))
+        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        copies = {name: part.reshape(value.shape) for (name, value), part in zip(arrays.items(), parts, strict=True)}
+    for each in copies.values():
+        each.flags.writeable = False
+    return copies
 
 
 def share_tree(module: Any) -> Any:

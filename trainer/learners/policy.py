@@ -69,7 +69,7 @@ class PolicyLearner:
         self._limits = limits
         self._remembered = remembered
         self._older: OrderedDict[int, Arrays] = OrderedDict()  # policy step -> weights
-        self._good = self.policy.weights()
+        self._keep()
         self._best: Arrays | None = None  # of the best version that was judged
         self._before = self.optimizer.adam.state()
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
@@ -104,7 +104,7 @@ class PolicyLearner:
     def go_on_from(self, weights: Arrays) -> None:
         """Other weights, which are good, with the present moments."""
         self.policy.load(weights)
-        self._good = self.policy.weights()
+        self._keep()
 
     def begin(self, policy_step: int) -> dict[int, Arrays]:
         """Store the moments that `revert` restores; returns the weights of earlier policy steps, by their numbers."""
@@ -121,7 +121,8 @@ class PolicyLearner:
         if not report.updated and not report.nonfinite_gradients:
             return Trained(report, weights, ())
         origin = self.policy.origin
-        anchors = (self._good, origin) if self._best is None else (self._good, origin, self._best)
+        good = self._good if self._held is None else self._held
+        anchors = (good, origin) if self._best is None else (good, origin, self._best)
         kls = yield from measure_probe_kl(self.policy, anchors, probes)
         checks = (
             gate.finite_gradients(report.nonfinite_gradients),
@@ -158,19 +159,24 @@ class PolicyLearner:
     @exposed
     def accept(self) -> None:
         """The present weights are the last good ones."""
+        self._keep()
+
+    def _keep(self) -> None:
         self._good = self.policy.weights()
+        # They stay on the device, too: each step's checks ask for them, and on CUDA a 4B's take 0.1 s to be loaded.
+        self._held: dict[str, mx.array] | None = self.policy.arrays()
 
     @exposed
     def revert(self) -> None:
         """Back to the last good weights and to the moments that made them, as if the train step had not been."""
-        self.policy.load(self._good)
+        self.policy.load(self._good if self._held is None else self._held)
         self.optimizer.adam.put_back(self._before)
 
     @exposed
     def load(self, weights: Arrays) -> None:
         """Restore older weights after a rollback, without momentum: it points to where rewards collapsed."""
         self.policy.load(weights)
-        self._good = self.policy.weights()
+        self._keep()
         self.optimizer.adam.reset()
 
     def digest(self) -> int:
@@ -195,7 +201,7 @@ class PolicyLearner:
         """Restore a checkpoint's state exactly."""
         self.policy.load(snapshot.adapter)
         self.optimizer.adam.load_moments(snapshot.optimizer)
-        self._good = self.policy.weights()
+        self._keep()
 
     # -- in the training service, where another process may go on with it
 
@@ -217,7 +223,7 @@ class PolicyLearner:
         groups = unpack(state, "weights", "good", "moments", "before")
         self.policy.load(groups["weights"])
         self.optimizer.adam.load_moments(groups["moments"])
-        self._good, self._best = groups["good"], groups.get("best")
+        self._good, self._held, self._best = groups["good"], None, groups.get("best")
         self._before = self.optimizer.adam.as_state(groups["before"])
         self.policy.origin = groups.get("origin")
         older = {int(name.removeprefix(_OLDER)): weights for name, weights in groups.items() if name.startswith(_OLDER)}
