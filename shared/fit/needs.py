@@ -12,9 +12,8 @@ from shared.fit.weights import SIXTEEN_BITS, TensorHeader
 
 WORKING_BYTES = 256 << 20  # activations of a piece of prompts, logits, freed memory that MLX keeps
 ADAPTER_RANK = 8  # by which slots count: memory is taken for the ranks in use, and most adapters have small ones
-LEARNER_COPIES = (
-    7  # of an adapter's numbers in 32 bits: weights, gradients, two moments, last good ones twice, publishing
-)
+# Of an adapter's numbers in 32 bits: weights, gradients, two moments, the last good ones twice, publishing.
+LEARNER_COPIES = 7
 LEAST_POSITIONS = 512  # of a train step's microbatch
 LIVE_ARRAYS = 12  # activations of a layer that a backward pass keeps, each as wide as the hidden state
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.\d+\.")

@@ -23,6 +23,7 @@ from mlx_model.lora.stacks import AdaptedModel
 from tests.engine.kv_models import RECURRENT, WINDOW, WINDOWED, small
 from tests.engine.small_models import LLAMA, QWEN3, write_model
 from trainer.learn import logprobs
+from trainer.learn import policy as policy_module
 from trainer.learn.adam import all_finite
 from trainer.learn.batches import PADDING, Microbatch, Padding, Sample, SampleGroup, pad
 from trainer.learn.logprobs import BatchArrays, Halves, can_share_prompts, row_scores, shared_scores, to_arrays
@@ -116,6 +117,20 @@ def test_mlx_lm_loads_what_the_policy_computes(
     theirs = load_adapters(model_of(bits=bits, dtype=dtype), str(tmp_path))
     x = mx.array([[1, 2, 3, 4, 5]])
     assert mx.allclose(theirs(x).astype(mx.float32), policy.model(x).astype(mx.float32), atol=1e-5)
+
+
+@pytest.mark.parametrize("largest", [policy_module.LARGEST_ARRAY, 10])
+def test_copies_have_the_bytes_of_the_arrays_in_one_transfer_or_in_several(
+    model_of: ModelOf, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(model_of(), AdapterShape(kind="dora"))
+    policy.load(moved(policy))
+    monkeypatch.setattr(policy_module, "LARGEST_ARRAY", largest)
+    copies = policy.weights()
+    assert list(copies) == list(policy.arrays())
+    for name, value in policy.arrays().items():
+        assert copies[name].shape == value.shape and copies[name].tobytes() == np.array(value).tobytes()
+        assert not copies[name].flags.writeable
 
 
 def test_an_adapter_of_another_shape_is_refused(model_of: ModelOf) -> None:

@@ -29,7 +29,7 @@ from statistics import median
 FIRST = 256  # positions, before anything is known of this machine
 RECENT = 5  # durations stored for each size
 WARM_UP = 1  # first times of a size that are left out
-SURE = 3  # times of a size that tell more than a slow moment
+SURE = 3  # times of a size by which it is judged where nobody waits
 ALONE = 0.1  # of a microbatch's time: what passes before it while nothing else computes
 UNDISTURBED = 4  # times both bounds then; a row that comes waits for one such microbatch
 PATIENCE = 16.0  # bounds: what the next size is expected to take at most, while sizes are tried
@@ -49,7 +49,6 @@ class MicrobatchSize:
     bound_s: float = 0.0  # 0: no bound
     bound_bytes: int = 0  # 0: none; without a bound on the time it means nothing
     expected_bytes: int = 0  # of a position, before one was measured
-    whole: int = 0  # positions of what is cut; 0: not known. No larger size would ever be measured
 
     def __post_init__(self) -> None:
         self._position_bytes: deque[float] = deque(maxlen=RECENT)
@@ -59,16 +58,12 @@ class MicrobatchSize:
         self._floor = 0  # less was asked for in vain: one sample is never cut
 
     @property
-    def _limit(self) -> int:
-        return min(self.largest, self.whole or self.largest)
-
-    @property
     def _most(self) -> int:
         """The most positions that are expected to stay within the bound on memory, and that the settings allow."""
         position = MARGIN * max(self._position_bytes, default=self.expected_bytes)
         if not self.bound_bytes or not position:
-            return self._limit
-        return min(self._limit, max(1, int(self._times_bounds * self.bound_bytes / position)))
+            return self.largest
+        return min(self.largest, max(1, int(self._times_bounds * self.bound_bytes / position)))
 
     @property
     def _allowed_s(self) -> float:
@@ -120,11 +115,9 @@ class MicrobatchSize:
     def _next(self, known: "dict[int, _Times]") -> int:
         """The next size: an untried one, or the best of the known ones."""
         low, high = min(known), max(known)
-        highest = _step(self._limit)
-        if high < highest and min(2 << high, self._limit) <= self._most and self._may_try_more(known):
+        if 1 << high < self.largest and min(2 << high, self.largest) <= self._most and self._may_try_more(known):
             return 1 << (high + 1)
-        is_unsure = self._times_bounds > 1 and known[high].count < SURE
-        if is_unsure and high <= highest and min(1 << high, self._limit) <= self._most:
+        if self._times_bounds > 1 and known[high].count < SURE and min(1 << high, self.largest) <= self._most:
             return 1 << high
         best = max(times.rate for times in known.values())
         enough = [size for size, times in known.items() if times.rate >= ENOUGH * best]

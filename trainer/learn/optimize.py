@@ -182,7 +182,7 @@ class Optimizer:
 
     def _cut(self, groups: Sequence[SampleGroup]) -> Iterator[tuple[int, Microbatch]]:
         """Microbatches, each with the size it was cut to."""
-        asked, self._size.whole = 0, sum(group.tokens for group in groups)
+        asked = 0
 
         def size() -> int:
             nonlocal asked

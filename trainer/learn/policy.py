@@ -48,7 +48,7 @@ from trainer.state import Arrays
 _LINEARS = (nn.Linear, nn.QuantizedLinear, ShardedToAllLinear, QuantizedShardedToAllLinear)
 _SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-_LARGEST = (1 << 31) - 1  # numbers of an array of MLX in one dimension
+LARGEST_ARRAY = (1 << 31) - 1  # numbers in one dimension
 _LESS = 16  # by which a loss is scaled less when its gradient was not finite
 
 
@@ -239,7 +239,7 @@ def _on_host(arrays: Mapping[str, mx.array]) -> Arrays:
     MLX moves what a host reads out of the GPU's memory.
     """
     sizes = [value.size for value in arrays.values()]
-    if not 0 < sum(sizes) <= _LARGEST:
+    if not 0 < sum(sizes) <= LARGEST_ARRAY:
         copies = {name: np.array(value) for name, value in arrays.items()}
     else:
         flat = np.array(mx.concatenate([value.reshape(-1) for value in arrays.values()]))

@@ -121,8 +121,7 @@ class PolicyLearner:
         if not report.updated and not report.nonfinite_gradients:
             return Trained(report, weights, ())
         origin = self.policy.origin
-        good = self._good if self._held is None else self._held
-        anchors = (good, origin) if self._best is None else (good, origin, self._best)
+        anchors = (self._held, origin) if self._best is None else (self._held, origin, self._best)
         kls = yield from measure_probe_kl(self.policy, anchors, probes)
         checks = (
             gate.finite_gradients(report.nonfinite_gradients),
@@ -164,12 +163,12 @@ class PolicyLearner:
     def _keep(self) -> None:
         self._good = self.policy.weights()
         # They stay on the device, too: each step's checks ask for them, and on CUDA a 4B's take 0.1 s to be loaded.
-        self._held: dict[str, mx.array] | None = self.policy.arrays()
+        self._held = self.policy.arrays()
 
     @exposed
     def revert(self) -> None:
         """Back to the last good weights and to the moments that made them, as if the train step had not been."""
-        self.policy.load(self._good if self._held is None else self._held)
+        self.policy.load(self._held)
         self.optimizer.adam.put_back(self._before)
 
     @exposed
@@ -223,7 +222,8 @@ class PolicyLearner:
         groups = unpack(state, "weights", "good", "moments", "before")
         self.policy.load(groups["weights"])
         self.optimizer.adam.load_moments(groups["moments"])
-        self._good, self._held, self._best = groups["good"], None, groups.get("best")
+        self._good, self._best = groups["good"], groups.get("best")
+        self._held = {name: mx.array(value) for name, value in self._good.items()}
         self._before = self.optimizer.adam.as_state(groups["before"])
         self.policy.origin = groups.get("origin")
         older = {int(name.removeprefix(_OLDER)): weights for name, weights in groups.items() if name.startswith(_OLDER)}
