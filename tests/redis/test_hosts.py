@@ -329,3 +329,13 @@ async def test_a_given_model_that_cannot_be_loaded_ends_the_start(redis: Redis, 
     )
     with pytest.raises(SetupError, match=r"b: no config\.json"):
         await host.run()
+
+
+async def test_who_is_cancelled_while_it_kills_a_process_leaves_none_behind() -> None:
+    child = await workers.WorkerChild.start()
+    killing = asyncio.create_task(child.kill())
+    await asyncio.sleep(0)
+    killing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await killing
+    assert not child.runs and not lives(str(child.pid))

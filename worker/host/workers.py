@@ -111,7 +111,11 @@ class WorkerChild:
 
     async def kill(self) -> None:
         self._send(signal.SIGKILL)
-        await self.ended()
+        ended = asyncio.ensure_future(self.ended())
+        try:
+            await asyncio.shield(ended)
+        finally:
+            await ended  # who is cancelled here leaves none behind, either, and it is soon
 
     def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
