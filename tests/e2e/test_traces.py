@@ -79,7 +79,8 @@ def test_a_chat_is_one_trace_from_its_caller_to_the_decode_step(received: tuple[
     stages = inside(spans, sequence)
     queue, prefill, decode = (stages[name] for name in ("queue", "prefill", "decode"))
     assert sequence.start_ns == queue.start_ns <= queue.end_ns == prefill.start_ns
-    assert prefill.end_ns == decode.start_ns < decode.end_ns == sequence.end_ns
+    # Both are noted, in milliseconds, when the event loop takes the tokens: all nine at once, if it was late.
+    assert prefill.end_ns == decode.start_ns <= decode.end_ns == sequence.end_ns
     assert not any(span.failed for span in spans)
     assert all(headers["x-tenant"] == "blue" for headers in kept.headers), "OTEL_* variables are followed"
 
