@@ -69,7 +69,7 @@ class PolicyLearner:
         self._limits = limits
         self._remembered = remembered
         self._older: OrderedDict[int, Arrays] = OrderedDict()  # policy step -> weights
-        self._keep()
+        self.accept()
         self._best: Arrays | None = None  # of the best version that was judged
         self._before = self.optimizer.adam.state()
         self.shapes = {name: tuple(value.shape) for name, value in self._good.items()}
@@ -104,7 +104,7 @@ class PolicyLearner:
     def go_on_from(self, weights: Arrays) -> None:
         """Other weights, which are good, with the present moments."""
         self.policy.load(weights)
-        self._keep()
+        self.accept()
 
     def begin(self, policy_step: int) -> dict[int, Arrays]:
         """Store the moments that `revert` restores; returns the weights of earlier policy steps, by their numbers."""
@@ -158,9 +158,6 @@ class PolicyLearner:
     @exposed
     def accept(self) -> None:
         """The present weights are the last good ones."""
-        self._keep()
-
-    def _keep(self) -> None:
         self._good = self.policy.weights()
         # They stay on the device, too: each step's checks ask for them, and on CUDA a 4B's take 0.1 s to be loaded.
         self._held = self.policy.arrays()
@@ -175,7 +172,7 @@ class PolicyLearner:
     def load(self, weights: Arrays) -> None:
         """Restore older weights after a rollback, without momentum: it points to where rewards collapsed."""
         self.policy.load(weights)
-        self._keep()
+        self.accept()
         self.optimizer.adam.reset()
 
     def digest(self) -> int:
@@ -200,7 +197,7 @@ class PolicyLearner:
         """Restore a checkpoint's state exactly."""
         self.policy.load(snapshot.adapter)
         self.optimizer.adam.load_moments(snapshot.optimizer)
-        self._keep()
+        self.accept()
 
     # -- in the training service, where another process may go on with it
 
