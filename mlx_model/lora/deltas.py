@@ -10,7 +10,16 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlx_model.collectives.cuda.sums import all_sum
-from mlx_model.lora.kernels import LARGEST_RANK, one_pass, one_pass_joined
+from mlx_model.lora.kernels import (
+    LARGEST_RANK,
+    are_gate_and_up,
+    gates,
+    norms,
+    one_pass,
+    one_pass_gated,
+    one_pass_joined,
+    one_pass_normed,
+)
 
 Kernel = Literal["gather", "take", "fused"]
 """How deltas are computed: `gather` two gathered matmuls, `take` copies of the rows' weights and plain matmuls, `fused`
@@ -71,6 +80,28 @@ class Deltas:
         if not is_whole or any(width % 8 for width in self.widths) or not self._fuses(a_SIJ, slots_B, x, y):
             return None
         return one_pass_joined(x, a_SIJ, bs, y, _of_each(slots_B, x, a_SIJ), self.widths, self.places)
+
+    def gated(self, held: Held, slots_B: mx.array, x: mx.array, y: mx.array) -> mx.array | None:
+        """SwiGLU of gate and up, [N, width], of what they make as one product [N, 2 width]; None: as with `joined`."""
+        a_SIJ, bs, _, _ = held
+        are_both = are_gate_and_up(self.widths, self.places)
+        if not are_both or not self._ends(held, slots_B, x, y) or not gates(self.widths[0], bs[0].shape[1]):
+            return None
+        return one_pass_gated(x, a_SIJ, bs, y, _of_each(slots_B, x, a_SIJ))
+
+    def added_and_normed(
+        self, held: Held, slots_B: mx.array, x: mx.array, y: mx.array, fed: mx.array, norm: mx.array, eps: float
+    ) -> tuple[mx.array, mx.array] | None:
+        """One member's output [N, out] with what the layer was fed, and the norm of that; None: as with `joined`."""
+        a_SIJ, bs, _, _ = held
+        is_one = len(bs) == 1 and not self.widths and y.dtype == fed.dtype == norm.dtype
+        if not is_one or not self._ends(held, slots_B, x, y) or not norms(y.shape[-1]):
+            return None
+        return one_pass_normed(x, a_SIJ, bs[0], y, _of_each(slots_B, x, a_SIJ), fed, norm, eps)
+
+    def _ends(self, held: Held, slots_B: mx.array, x: mx.array, y: mx.array) -> bool:
+        """True if nothing but what follows in the layer has to be done to outputs with deltas."""
+        return self.ends_with_sum and not any(self.groups) and self._fuses(held[0], slots_B, x, y)
 
     def _fuses(self, a_SIJ: mx.array, slots_B: mx.array, x: mx.array, y: mx.array) -> bool:
         count = x.size // a_SIJ.shape[1]

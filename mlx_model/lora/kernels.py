@@ -5,7 +5,8 @@ read the same input (q, k, v; gate, up) share one operation, which computes the 
 tile (few rows) and accumulates in fp32.
 
 Outputs lie apart, one array a projection, or side by side in one, as a joined product makes them. So do the sums, and
-the columns of other projections are copied.
+the columns of other projections are copied. On CUDA two of these operations also do what follows them in a layer of a
+decode step: SwiGLU of gate and up, and, where a block has all outputs of a row, the residual and the next norm.
 
 Shapes are written into the source, one kernel object per shape, because MLX works template arguments out again in every
 call, and a decode step of a large model is bound by what the host does.
@@ -16,20 +17,25 @@ fp32; r is a power of two from 8 to 256, widths are multiples of 8.
 """
 
 import os
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
+from mlx_model.cuda import is_on, is_right
 from mlx_model.device import on_metal
 from mlx_model.metal import FEW
 
 Kernel = Any  # what mx.fast.cuda_kernel and metal_kernel return: called with inputs, grid, output shapes, gives arrays
 
 LARGEST_RANK = 256  # a thread adds up one of the inner products
+LARGEST_RANK_GATED = 64
 METAL_SWITCH = "PARALLM_METAL_LORA"  # 0: MLX's operations on a Mac
+ENDINGS_SWITCH = "PARALLM_CUDA_LORA_ENDINGS"  # 0: what follows deltas in a layer stays with operations of its own
+_are_left = False
+ENDINGS_CLOSE = 0.02  # of the largest number, in bfloat16
 COLUMNS = 8  # columns that one thread computes: 16 bytes of bf16
 
 
@@ -53,6 +59,8 @@ _CUDA_WORDS = """
 #define INLINE __device__ inline
 #define BARRIER __syncthreads()
 #define SHUFFLE_XOR(value, lane) __shfl_xor_sync(0xffffffff, value, lane)
+#define EXP __expf
+#define RSQRT rsqrtf
 """
 _METAL_WORDS = """
 #define DEVICE device
@@ -61,6 +69,8 @@ _METAL_WORDS = """
 #define INLINE inline
 #define BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
 #define SHUFFLE_XOR(value, lane) simd_shuffle_xor(value, ushort(lane))
+#define EXP exp
+#define RSQRT(value) (1.0f / sqrt(value))
 """
 _CUDA_PLACE = "  const int tid = threadIdx.x, block = blockIdx.x, m = blockIdx.y;\n"
 _METAL_PLACE = (
@@ -160,24 +170,91 @@ _COPY = """
   }
 """
 
-_EXPAND = """
-  if (column < OUT) {
-    float sum[8];
-    load8(y + place, sum);
-    const DEVICE T* b = B + (size_t(slot) * R) * OUT + column;
-    float delta[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      float b8[8];
-      load8(b + size_t(r) * OUT, b8);
-      const float hr = h[r];
+# What a thread's eight columns of y become, of the inner products from h[FIRST] on.
+_ADDED = """
+    float SUM[8];
+    {
+      load8(y + FROM, SUM);
+      const DEVICE T* b = B + (size_t(slot) * RANK) * OUT + column;
+      float delta[8] = {0, 0, 0, 0, 0, 0, 0, 0};
       #pragma unroll
-      for (int c = 0; c < 8; ++c) delta[c] += hr * b8[c];
+      for (int r = 0; r < RANK; ++r) {
+        float b8[8];
+        load8(b + size_t(r) * OUT, b8);
+        const float hr = h[FIRST + r];
+        #pragma unroll
+        for (int c = 0; c < 8; ++c) delta[c] += hr * b8[c];
+      }
+      #pragma unroll
+      for (int c = 0; c < 8; ++c) SUM[c] += static_cast<float>(static_cast<T>(delta[c]));
     }
-    #pragma unroll
-    for (int c = 0; c < 8; ++c) sum[c] += static_cast<float>(static_cast<T>(delta[c]));
+"""
+
+
+def _added(total: str, of: str = "B", place: str = "place", first: str = "0") -> str:
+    words = {"SUM": total, "B +": f"{of} +", "FROM": place, "FIRST": first}
+    text = _ADDED
+    for word, by in words.items():
+        text = text.replace(word, by)
+    return text
+
+
+_EXPAND = f"""
+  if (column < OUT) {{
+{_added("sum")}
     store8(o + place, sum);
-  }
+  }}
+"""
+
+# Rounded where MLX's separate operations round. Slot 0 has zeros, so a row of the base is one as any other.
+_GATED = f"""
+  const int slot = slots[m], j = 0, column = (block * NT + tid) * 8;
+INNER
+  if (column < OUT) {{
+    const size_t place = size_t(m) * 2 * OUT + column;
+{_added("gate", "B0")}
+{_added("up", "B1", "place + OUT", "RANK")}
+    #pragma unroll
+    for (int c = 0; c < 8; ++c) {{
+      const float opened = static_cast<float>(static_cast<T>(gate[c]));
+      const float open = static_cast<float>(static_cast<T>(1.0f / (1.0f + EXP(-opened))));
+      const float part = static_cast<float>(static_cast<T>(opened * open));
+      gate[c] = part * static_cast<float>(static_cast<T>(up[c]));
+    }}
+    store8(o + size_t(m) * OUT + column, gate);
+  }}
+"""
+
+_NORMED = f"""
+  const int slot = slots[m], j = 0, column = tid * 8;
+  const size_t place = size_t(m) * OUT + column;
+INNER
+  float squares = 0;
+  float made[8] = {{0, 0, 0, 0, 0, 0, 0, 0}};
+  if (column < OUT) {{
+{_added("sum", "B0")}
+    load8(fed + place, made);
+    #pragma unroll
+    for (int c = 0; c < 8; ++c) {{
+      made[c] = static_cast<float>(static_cast<T>(made[c] + static_cast<float>(static_cast<T>(sum[c]))));
+      squares += made[c] * made[c];
+    }}
+    store8(o + place, made);
+  }}
+  SHARED float by_warp[NT / 32];
+  for (int d = 16; d > 0; d >>= 1) squares += SHUFFLE_XOR(squares, d);
+  if (tid % 32 == 0) by_warp[tid / 32] = squares;
+  BARRIER;
+  if (column < OUT) {{
+    squares = 0;
+    for (int w = 0; w < NT / 32; ++w) squares += by_warp[w];
+    const float by = RSQRT(squares / OUT + eps[0]);
+    float weights[8];
+    load8(norm + column, weights);
+    #pragma unroll
+    for (int c = 0; c < 8; ++c) made[c] = static_cast<float>(static_cast<T>(made[c] * by)) * weights[c];
+    store8(normed + place, made);
+  }}
 """
 
 _CUDA_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float"}
@@ -212,27 +289,15 @@ def _call(
         places = {at: projection for projection, at in enumerate(joined)}
         columns = [_Columns(0, begins[at], width, whole, places.get(at)) for at, width in enumerate(widths)]
     outputs, projections = (len(widths), len(widths)) if joined is None else (1, len(joined))
-    is_metal = on_metal()
-    of = (_METAL_TYPES if is_metal else _CUDA_TYPES)[dtype]
-    block = METAL_BLOCK if is_metal else CUDA_BLOCK
-    constants = {"IN": inputs, "R": rank, "JR": rank * projections, "NT": block.threads}
-    defines = "".join(f"  constexpr int {name} = {value};\n" for name, value in constants.items())
-    names = [
-        of.strip("_"),
-        inputs,
-        rank,
-        *widths,
-        *([] if joined is None else ["of", *joined]),
-        *(["few"] if are_few else []),
-    ]
-    place = _METAL_PLACE if is_metal else _CUDA_PLACE
-    inner = _INNER.replace("AHEAD", str(block.ahead))
-    kernel: Kernel = (mx.fast.metal_kernel if is_metal else mx.fast.cuda_kernel)(
-        name=f"lora_one_pass_{'_'.join(map(str, names))}",
-        input_names=["x", "A", "slots", *_names("B", projections), *_names("y", outputs)],
-        output_names=_names("o", outputs),
-        source=f"  using T = {of};\n{defines}{place}{_BEGIN}{_select(columns, block)}{_COPY}{inner}{_EXPAND}",
-        header=(_METAL_WORDS if is_metal else _CUDA_WORDS) + _EIGHT,
+    block = _block()
+    kernel = _kernel(
+        "one_pass",
+        dtype,
+        [inputs, rank, *widths, *([] if joined is None else ["of", *joined]), *(["few"] if are_few else [])],
+        {"IN": inputs, "R": rank, "RANK": rank, "JR": rank * projections},
+        ["x", "A", "slots", *_names("B", projections), *_names("y", outputs)],
+        _names("o", outputs),
+        f"{_BEGIN}{_select(columns, block)}{_COPY}INNER{_EXPAND}",
     )
     across, dtypes = sum(each.tiles(block) for each in columns) * block.threads, [dtype] * outputs
 
@@ -247,6 +312,37 @@ def _call(
         return out
 
     return call
+
+
+def _block() -> Block:
+    return METAL_BLOCK if on_metal() else CUDA_BLOCK
+
+
+def _kernel(
+    name: str,
+    dtype: mx.Dtype,
+    shapes: Sequence[Any],
+    constants: dict[str, int],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    body: str,
+) -> Kernel:
+    """A kernel for such shapes; `INNER` in its body stands for the inner products."""
+    is_metal, block = on_metal(), _block()
+    of = (_METAL_TYPES if is_metal else _CUDA_TYPES)[dtype]
+    defines = "".join(
+        f"  constexpr int {name} = {value};\n" for name, value in {**constants, "NT": block.threads}.items()
+    )
+    place = _METAL_PLACE if is_metal else _CUDA_PLACE
+    body = body.replace("INNER", _INNER.replace("AHEAD", str(block.ahead)))
+    made: Kernel = (mx.fast.metal_kernel if is_metal else mx.fast.cuda_kernel)(
+        name=f"lora_{name}_{'_'.join(map(str, (of.strip('_'), *shapes)))}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=f"  using T = {of};\n{defines}{place}{body}",
+        header=(_METAL_WORDS if is_metal else _CUDA_WORDS) + _EIGHT,
+    )
+    return made
 
 
 def _are_few(slots_M: mx.array) -> bool:
@@ -277,3 +373,120 @@ def one_pass_joined(
     """The same where y has the outputs of linears of these widths side by side, each B's projection at its place."""
     call = _call(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], widths, places, _are_few(slots_M))
     return call([x, a_SIJ, slots_M, *bs, y], [y.shape])[0]
+
+
+def are_gate_and_up(widths: tuple[int, ...], places: tuple[int, ...]) -> bool:
+    """True if of two joined linears of one width both have adapters: so it is with gate and up, whichever they are."""
+    return len(widths) == 2 and widths[0] == widths[1] and places == (0, 1)
+
+
+def gates(width: int, rank: int) -> bool:
+    """True if `one_pass_gated` is for gate and up of this width: with a larger rank a thread takes 255 registers."""
+    return width % COLUMNS == 0 and rank <= LARGEST_RANK_GATED and may_end()
+
+
+def norms(width: int) -> bool:
+    """True if `one_pass_normed` is for outputs of this width: a block has a row."""
+    return width % COLUMNS == 0 and width <= _block().threads * COLUMNS and may_end()
+
+
+def may_end() -> bool:
+    """True if kernels may also compute what follows in a layer; on Metal that was not measured."""
+    return not _are_left and is_on(ENDINGS_SWITCH) and is_right("lora_endings", ENDINGS_SWITCH, _trials)
+
+
+def leave_endings() -> None:
+    """From now on what follows deltas stays with operations of its own in this process: a kernel for it has failed."""
+    global _are_left
+    _are_left = True
+
+
+def one_pass_gated(x: mx.array, a_SIJ: mx.array, bs: Sequence[mx.array], y: mx.array, slots_M: mx.array) -> mx.array:
+    """SwiGLU [M, out] of gate and up, which lie side by side in y [M, 2 out], with their deltas."""
+    rank, width = bs[0].shape[1:]
+    block = _block()
+    across = -(-width // (block.threads * COLUMNS)) * block.threads
+    kernel = _gated(a_SIJ.dtype, a_SIJ.shape[1], rank, width, _are_few(slots_M))
+    (out,) = kernel(
+        inputs=[x, a_SIJ, slots_M, *bs, y],
+        grid=(across, slots_M.size, 1),
+        threadgroup=(block.threads, 1, 1),
+        output_shapes=[(slots_M.size, width)],
+        output_dtypes=[y.dtype],
+    )
+    return cast(mx.array, out)
+
+
+@lru_cache
+def _gated(dtype: mx.Dtype, inputs: int, rank: int, width: int, are_few: bool) -> Kernel:
+    names = ["x", "A", "slots", "B0", "B1", "y"]
+    constants = {"IN": inputs, "R": 2 * rank, "RANK": rank, "JR": 2 * rank, "OUT": width}
+    return _kernel("gated", dtype, [inputs, rank, width, are_few], constants, names, ["o"], _GATED)
+
+
+def one_pass_normed(
+    x: mx.array,
+    a_SIJ: mx.array,
+    b: mx.array,
+    y: mx.array,
+    slots_M: mx.array,
+    fed: mx.array,
+    norm: mx.array,
+    eps: float,
+) -> tuple[mx.array, mx.array]:
+    """y [M, out] with its deltas and what the layer was fed [M, out]; and the weighted RMS norm of that."""
+    threads = _block().threads
+    kernel = _normed(a_SIJ.dtype, a_SIJ.shape[1], b.shape[1], b.shape[2], _are_few(slots_M))
+    added, normed = kernel(
+        inputs=[x, a_SIJ, slots_M, b, y, fed, norm, _on_device(eps)],
+        grid=(threads, slots_M.size, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[y.shape] * 2,
+        output_dtypes=[y.dtype] * 2,
+    )
+    return added, normed
+
+
+@lru_cache
+def _normed(dtype: mx.Dtype, inputs: int, rank: int, width: int, are_few: bool) -> Kernel:
+    names = ["x", "A", "slots", "B0", "y", "fed", "norm", "eps"]
+    constants = {"IN": inputs, "R": rank, "RANK": rank, "JR": rank, "OUT": width}
+    return _kernel("normed", dtype, [inputs, rank, width, are_few], constants, names, ["o", "normed"], _NORMED)
+
+
+@lru_cache
+def _on_device(eps: float) -> mx.array:
+    """Eight times, since an array of 8 bytes and less lies in the host's memory, and each warp that reads it waits."""
+    several = mx.array([eps] * 8)
+    mx.eval(several)
+    return several
+
+
+def _trials() -> Iterator[tuple[str, bool]]:
+    """Against MLX's operations in fp32."""
+    rows, inputs, rank, width = 3, 96, 8, 136
+
+    def draw(seed: int, *shape: int) -> mx.array:
+        return (mx.random.normal(shape, key=mx.random.key(seed)) * 0.3).astype(mx.bfloat16).astype(mx.float32)
+
+    x, fed, norm, y = draw(0, rows, inputs), draw(1, rows, width), draw(2, width), draw(3, rows, 2 * width)
+    a, bs, slots = draw(4, 3, inputs, 2 * rank), [draw(5, 3, rank, width), draw(6, 3, rank, width)], [2, 0, 1]
+    a[0] = 0
+    halves = [
+        part + (x[:, None] @ a[mx.array(slots)][..., at * rank : (at + 1) * rank] @ b[mx.array(slots)])[:, 0]
+        for at, (part, b) in enumerate(zip(mx.split(y, 2, axis=-1), bs, strict=True))
+    ]
+    slots_M, of = mx.array(slots, mx.uint32), partial(mx.array.astype, dtype=mx.bfloat16)
+    gated = one_pass_gated(of(x), of(a), [of(b) for b in bs], of(y), slots_M)
+    added, normed = one_pass_normed(
+        of(x), of(a[..., :rank]), of(bs[0]), of(y[:, :width]), slots_M, of(fed), of(norm), 1e-5
+    )
+    whole = halves[0] + fed
+    pairs = {
+        "gated": (gated, mx.sigmoid(halves[0]) * halves[0] * halves[1]),
+        "added": (added, whole),
+        "normed": (normed, mx.fast.rms_norm(whole, norm, 1e-5)),
+    }
+    for name, (found, wanted) in pairs.items():
+        apart = mx.max(mx.abs(found.astype(mx.float32) - wanted))
+        yield name, bool((apart <= ENDINGS_CLOSE * mx.max(mx.abs(wanted))).item())

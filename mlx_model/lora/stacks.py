@@ -21,7 +21,18 @@ from mlx_model.cuda import passes
 from mlx_model.device import computes_on_cpu, on_metal
 from mlx_model.joined import JoinedWith, joined_of
 from mlx_model.lora.deltas import Kernel, deltas_of
-from mlx_model.lora.kernels import METAL_SWITCH, fits_metal, one_pass, one_pass_joined
+from mlx_model.lora.kernels import (
+    METAL_SWITCH,
+    are_gate_and_up,
+    fits_metal,
+    gates,
+    leave_endings,
+    norms,
+    one_pass,
+    one_pass_gated,
+    one_pass_joined,
+    one_pass_normed,
+)
 from mlx_model.lora.layers import (
     LinearGroup,
     MultiLoRAEmbedding,
@@ -131,6 +142,16 @@ class AdaptedModel:
         except Exception:
             log.exception("lora.fused_kernel_failed shape=%s", shape)
             self.rows.kernel = "take"
+            return
+        try:
+            if are_gate_and_up(widths, places) and gates(widths[0], rank):
+                mx.eval(one_pass_gated(x, a, bs, y, slots))
+            elif not widths and len(sites) == 1 and norms(shape[2]):
+                y = mx.zeros((1, shape[2]), self.dtype)
+                mx.eval(one_pass_normed(x, a, bs[0], y, slots, y, y[0], 1e-6))
+        except Exception:
+            log.exception("lora.ending_kernel_failed shape=%s", shape)
+            leave_endings()
 
     def _covering(self, group: list[str], given: AdapterWeights, old: Stack | None) -> Stack:
         """The group's stack, made anew when it lacks a site that is given."""

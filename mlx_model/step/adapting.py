@@ -61,6 +61,21 @@ class Adapting:
         y: mx.array | None = deltas.joined(held, self._slots_B, x_NI, y_NO)
         return y
 
+    def gated(self, which: str, x_NI: mx.array, y_NO: mx.array) -> mx.array | None:
+        """SwiGLU of these two linears, which are one product; None: they have to be taken apart."""
+        _, deltas, held = self._parts[which]
+        y: mx.array | None = deltas.gated(held, self._slots_B, x_NI, y_NO)
+        return y
+
+    def added_and_normed(
+        self, which: str, x_NI: mx.array, y_NO: mx.array, h_NO: mx.array, norm: mx.array, eps: float
+    ) -> tuple[mx.array, mx.array] | None:
+        """h and this linear's output, and the norm of that; None: they have to be computed one by one."""
+        _, deltas, held = self._parts[which]
+        both: tuple[mx.array, mx.array] | None
+        both = deltas.added_and_normed(held, self._slots_B, x_NI, y_NO, h_NO, norm, eps)
+        return both
+
     def ends_with_sum(self, which: str) -> bool:
         """True if an output is the sum of `part` over ranks, with the bias added after that."""
         ends: bool = self._parts[which][1].ends_with_sum

@@ -94,13 +94,19 @@ class Layer:
         if attended.ndim == 4 and attended.shape[2] > 1:
             attended = attended.swapaxes(1, 2)
         h_ND, x_ND = self._added("output", self.output, output, attended.reshape(h_ND.shape[0], -1), h_ND, adapt, norm)
-        own = _if_changed(adapt, "gate_up")
-        if own is None and len(self.gate_up) == 1:
-            x_NI = self.gate_up[0].gated(gate_up[0], x_ND)
-        else:
-            ys = _outputs("gate_up", self.gate_up, gate_up, x_ND, (1, 1), own)
-            x_NI = swiglu(*(ys if len(ys) == 2 else mx.split(ys[0], 2, axis=-1)))
+        x_NI = self._gated(gate_up, x_ND, _if_changed(adapt, "gate_up"))
         return self._added("down", self.down, down, x_NI, h_ND, adapt, norm_behind)
+
+    def _gated(self, arrays: Sequence[Arrays], x_ND: mx.array, adapt: Adapting | None) -> mx.array:
+        if len(self.gate_up) == 1:
+            product = self.gate_up[0]
+            if adapt is None:
+                return product.gated(arrays[0], x_ND)
+            if (gated := adapt.gated("gate_up", x_ND, product.partial(arrays[0], x_ND))) is not None:
+                return gated
+        ys = _outputs("gate_up", self.gate_up, arrays, x_ND, (1, 1), adapt)
+        y_NI: mx.array = swiglu(*(ys if len(ys) == 2 else mx.split(ys[0], 2, axis=-1)))
+        return y_NI
 
     def _added(
         self,
@@ -117,6 +123,8 @@ class Layer:
         if own is None:
             return product.added(arrays, x_NI, h_ND, norm, eps)
         y_ND = product.partial(arrays, x_NI)
+        if (both := own.added_and_normed(which, x_NI, y_ND, h_ND, norm, eps)) is not None:
+            return both
         if not own.ends_with_sum(which):
             return added_and_normed(own(which, x_NI, [y_ND])[0], h_ND, norm, eps)
         y_ND = own.part(which, x_NI, y_ND)

@@ -261,12 +261,29 @@ def test_all_tokens_of_a_row_have_its_slot(monkeypatch: pytest.MonkeyPatch) -> N
     assert mx.allclose(made, y + deltas.deltas_of(x, a, [b], slots, "gather")[0], atol=1e-5)
 
 
+@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("config", [QWEN3, LLAMA | BIASES])
 def test_deltas_by_a_kernel_are_where_deltas_were(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a kernel adds on CUDA is added here by MLX's operations: to which columns, with which weights."""
+    """What a kernel adds on CUDA is added here by MLX's operations: to which columns, with which weights.
+
+    `ends`: a kernel also does what follows in the layer.
+    """
     asked: list[tuple[int, ...]] = []
+    ended = set[str]()
+
+    def gated(x: mx.array, a: mx.array, bs: Any, y: mx.array, slots: mx.array) -> mx.array:
+        ended.add("gated")
+        gate, up = one_pass(x, a, bs, mx.split(y, 2, axis=-1), slots)
+        return swiglu(gate, up)
+
+    def normed(
+        x: mx.array, a: mx.array, b: Any, y: mx.array, slots: mx.array, fed: mx.array, norm: mx.array, eps: float
+    ) -> tuple[mx.array, mx.array]:
+        ended.add(f"normed, {x.shape[-1]} inputs")
+        added = fed + one_pass(x, a, [b], [y], slots)[0]
+        return added, mx.fast.rms_norm(added, norm, eps)
 
     def joined(x: mx.array, a: mx.array, bs: Any, y: mx.array, slots: mx.array, widths: Any, places: Any) -> mx.array:
         asked.append(places)
@@ -298,10 +315,15 @@ def test_deltas_by_a_kernel_are_where_deltas_were(
         for module in (deltas, stacks):
             monkeypatch.setattr(module, "one_pass", one_pass)
             monkeypatch.setattr(module, "one_pass_joined", joined)
+            monkeypatch.setattr(module, "one_pass_gated", gated)
+            monkeypatch.setattr(module, "one_pass_normed", normed)
+            monkeypatch.setattr(module, "gates", lambda *of: ends)
+            monkeypatch.setattr(module, "norms", lambda *of: ends)
     for seq, (tokens, logprobs) in told[0].items():
         assert told[1][seq][0] == tokens
         assert told[1][seq][1] == pytest.approx(logprobs, abs=1e-5)  # products of other sizes may sum in other orders
     assert {(2,), (0, 1, 2), (0, 1)} == set(asked), "of v, of all of attention's inputs, of gate and up"
+    assert len(ended) == (3 if ends else 0), "gate and up, output and down"
 
 
 def test_a_step_that_checks_drafts_is_of_few_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

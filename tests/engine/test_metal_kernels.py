@@ -11,7 +11,7 @@ from mlx_model.device import PRETENDS
 from mlx_model.kv.metal.attention import attention, pack
 from mlx_model.kv.quantised import Packing
 from mlx_model.lora.deltas import deltas_of
-from mlx_model.lora.kernels import one_pass, one_pass_joined
+from mlx_model.lora.kernels import one_pass, one_pass_gated, one_pass_joined, one_pass_normed
 from tests.msl import shim
 from tests.msl.shim import COMPILER, OutsideError, ShimKernel, StuckError
 
@@ -138,6 +138,66 @@ def test_lora_of_joined_outputs_leaves_others_as_they_are(metal: pytest.MonkeyPa
     first, last = deltas_of(x[:, None], a, bs, slots, "take")
     wanted = y + mx.concatenate([first[:, 0], mx.zeros((3, 16)), last[:, 0]], axis=1)
     assert_close(found, wanted, mx.float32)
+
+
+def ended(inputs: int, width: int, rank: int, dtype: mx.Dtype, rows: int = 5) -> list[tuple[mx.array, mx.array]]:
+    """By the kernels that also do what follows in a layer, and by MLX's operations in fp32; two rows are the base's."""
+    a, bs = normal(0, 3, inputs, 2 * rank).astype(dtype), [normal(at, 3, rank, width).astype(dtype) for at in (1, 2)]
+    a[0] = 0
+    x, y, fed = (normal(seed, rows, size).astype(dtype) for seed, size in ((3, inputs), (4, 2 * width), (5, width)))
+    norm, slots = normal(6, width).astype(dtype), mx.array([2, 0, 1, 1, 0], mx.uint32)
+    own = a[..., :rank] + 0
+    gated = one_pass_gated(x, a, bs, y, slots)
+    added, normed = one_pass_normed(x, own, bs[0], y[:, :width] + 0, slots, fed, norm, 1e-5)
+    wide = [each.astype(mx.float32) for each in (x[:, None], a, own, *bs, y, fed, norm)]
+    x, a, own, b_gate, b_up, y, fed, norm = wide
+    gate, up = (
+        part + delta[:, 0]
+        for part, delta in zip(mx.split(y, 2, axis=-1), deltas_of(x, a, [b_gate, b_up], slots, "take"), strict=True)
+    )
+    whole = y[:, :width] + deltas_of(x, own, [b_gate], slots, "take")[0][:, 0] + fed
+    wanted = gate * mx.sigmoid(gate) * up, whole, mx.fast.rms_norm(whole, norm, 1e-5)
+    return list(zip((gated, added, normed), wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(("inputs", "width", "rank"), [(72, 136, 8), (520, 2048, 32), (8, 16, 128)])
+def test_what_follows_lora_in_a_layer_is_what_mlx_computes(
+    metal: pytest.MonkeyPatch, inputs: int, width: int, rank: int, dtype: mx.Dtype
+) -> None:
+    for found, wanted in ended(inputs, width, rank, dtype):
+        assert_close(found, wanted, dtype)
+
+
+def test_gate_and_up_may_be_wider_than_a_block(metal: pytest.MonkeyPatch) -> None:
+    rank, width = 8, 2056
+    a, bs = normal(0, 2, 40, 2 * rank), [normal(at, 2, rank, width) for at in (1, 2)]
+    x, y, slots = normal(3, 2, 40), normal(4, 2, 2 * width), mx.array([1, 1], mx.uint32)
+    gate, up = deltas_of(x[:, None], a, bs, slots, "take")
+    gate, up = gate[:, 0] + y[:, :width], up[:, 0] + y[:, width:]
+    assert_close(one_pass_gated(x, a, bs, y, slots), gate * mx.sigmoid(gate) * up, mx.float32)
+
+
+END_FAULTS = [
+    ("place + OUT", "place"),
+    ("h[RANK + r]", "h[r]"),
+    ("1.0f + EXP(-opened)", "1.0f + EXP(opened)"),
+    ("by_warp[tid / 32] = squares;\n  BARRIER;", "by_warp[tid / 32] = squares;"),
+    ("made[c] + static_cast", "static_cast"),
+    ("w < NT / 32", "w < 1"),
+]
+
+
+@needs_shim
+@pytest.mark.parametrize(("old", "new"), END_FAULTS)
+def test_a_fault_in_what_follows_lora_is_found(metal: pytest.MonkeyPatch, old: str, new: str) -> None:
+    faulty = Faulty(old, new)
+    metal.setattr(mx.fast, "metal_kernel", faulty)
+    width = 400 + 8 * END_FAULTS.index((old, new))  # a shape of its own: kernels are kept by shape
+    with pytest.raises((AssertionError, OutsideError, StuckError)):
+        for found, wanted in ended(72, width, 8, mx.float32):
+            assert_close(found, wanted, mx.float32)
+    assert faulty.found
 
 
 FAULTS = [
