@@ -14,12 +14,14 @@ from mlx_model.lora.kernels import (
     LARGEST_RANK,
     are_gate_and_up,
     gates,
+    may_end,
     norms,
     one_pass,
     one_pass_gated,
     one_pass_joined,
     one_pass_normed,
 )
+from mlx_model.step.cuda.products import whole
 
 Kernel = Literal["gather", "take", "fused"]
 """How deltas are computed: `gather` two gathered matmuls, `take` copies of the rows' weights and plain matmuls, `fused`
@@ -67,22 +69,22 @@ class Deltas:
     def parts(self, held: Held, slots_B: mx.array, x: mx.array, ys: list[mx.array]) -> list[mx.array]:
         """The same before sums over ranks, biases after these and gains."""
         a_SIJ, bs, _, _ = held
-        if self._fuses(a_SIJ, slots_B, x, ys[0]):
+        if ys[0].dtype == self.dtype and self._fuses(a_SIJ, slots_B, x):
             return one_pass(x, a_SIJ, bs, ys, _of_each(slots_B, x, a_SIJ))
         x_BLI = x.reshape(slots_B.size, -1, a_SIJ.shape[1]).astype(self.dtype)
         deltas = deltas_of(x_BLI, a_SIJ, bs, slots_B, self.kernel)
         return [y + delta.astype(y.dtype).reshape(y.shape) for y, delta in zip(ys, deltas, strict=True)]
 
     def joined(self, held: Held, slots_B: mx.array, x: mx.array, y: mx.array) -> mx.array | None:
-        """All outputs of the joined linears, of theirs [N, width]; None: the kernel is not made for these."""
+        """All outputs of the joined linears, of theirs [N, width] or its parts; None: no kernel is made for these."""
         a_SIJ, bs, _, _ = held
-        is_whole = bool(self.widths) and self.ends_with_sum and not any(self.groups)
-        if not is_whole or any(width % 8 for width in self.widths) or not self._fuses(a_SIJ, slots_B, x, y):
+        y = y if may_end() else whole(y, self.dtype)
+        if not self.widths or any(width % 8 for width in self.widths) or not self._ends(held, slots_B, x, y):
             return None
         return one_pass_joined(x, a_SIJ, bs, y, _of_each(slots_B, x, a_SIJ), self.widths, self.places)
 
     def gated(self, held: Held, slots_B: mx.array, x: mx.array, y: mx.array) -> mx.array | None:
-        """SwiGLU of gate and up, [N, width], of what they make as one product [N, 2 width]; None: as with `joined`."""
+        """SwiGLU of gate and up, [N, width], of their one product [N, 2 width] or its parts; None: as with `joined`."""
         a_SIJ, bs, _, _ = held
         are_both = are_gate_and_up(self.widths, self.places)
         if not are_both or not self._ends(held, slots_B, x, y) or not gates(self.widths[0], bs[0].shape[1]):
@@ -92,22 +94,24 @@ class Deltas:
     def added_and_normed(
         self, held: Held, slots_B: mx.array, x: mx.array, y: mx.array, fed: mx.array, norm: mx.array, eps: float
     ) -> tuple[mx.array, mx.array] | None:
-        """One member's output [N, out] with what the layer was fed, and the norm of that; None: as with `joined`."""
+        """One member's output [N, out], of it or its parts, with what the layer was fed, and the norm of that; None: as
+        with `joined`."""
         a_SIJ, bs, _, _ = held
-        is_one = len(bs) == 1 and not self.widths and y.dtype == fed.dtype == norm.dtype
+        is_one = len(bs) == 1 and not self.widths and self.dtype == fed.dtype == norm.dtype
         if not is_one or not self._ends(held, slots_B, x, y) or not norms(y.shape[-1]):
             return None
         return one_pass_normed(x, a_SIJ, bs[0], y, _of_each(slots_B, x, a_SIJ), fed, norm, eps)
 
     def _ends(self, held: Held, slots_B: mx.array, x: mx.array, y: mx.array) -> bool:
-        """True if nothing but what follows in the layer has to be done to outputs with deltas."""
-        return self.ends_with_sum and not any(self.groups) and self._fuses(held[0], slots_B, x, y)
+        """True if a kernel adds deltas to y, and nothing but what follows in the layer has to be done then."""
+        is_typed = y.dtype == (self.dtype if y.ndim == 2 else mx.float32)
+        return is_typed and self.ends_with_sum and not any(self.groups) and self._fuses(held[0], slots_B, x)
 
-    def _fuses(self, a_SIJ: mx.array, slots_B: mx.array, x: mx.array, y: mx.array) -> bool:
+    def _fuses(self, a_SIJ: mx.array, slots_B: mx.array, x: mx.array) -> bool:
         count = x.size // a_SIJ.shape[1]
         are_few = count == slots_B.size or count * a_SIJ.shape[2] <= _FEW
         fits = self.fits_fused and a_SIJ.shape[2] <= LARGEST_RANK * len(self.groups)
-        return self.kernel == "fused" and are_few and fits and x.dtype == self.dtype == y.dtype
+        return self.kernel == "fused" and are_few and fits and x.dtype == self.dtype
 
 
 def _of_each(slots_B: mx.array, x: mx.array, a_SIJ: mx.array) -> mx.array:

@@ -77,6 +77,7 @@ _METAL_PLACE = (
     "  const int tid = thread_position_in_threadgroup.x, block = threadgroup_position_in_grid.x;\n"
     "  const int m = threadgroup_position_in_grid.y;\n"
 )
+_CUDA_ROWS, _METAL_ROWS = "  const int rows = gridDim.y;\n", "  const int rows = threadgroups_per_grid.y;\n"
 
 _EIGHT = """
 template <typename T> struct alignas(sizeof(T) * 8) Eight { T v[8]; };
@@ -90,6 +91,21 @@ template <typename T> INLINE void store8(DEVICE T* p, const LOCAL float* in) {
   #pragma unroll
   for (int c = 0; c < 8; ++c) e.v[c] = static_cast<T>(in[c]);
   *reinterpret_cast<DEVICE Eight<T>*>(p) = e;
+}
+// Of PARTS > 1, each `apart` numbers behind the one before it, the sum as T rounds it.
+template <typename T, int PARTS, typename P> INLINE void read8(const DEVICE P* p, size_t apart, LOCAL float* out) {
+  load8(p, out);
+  if (PARTS > 1) {
+    #pragma unroll
+    for (int part = 1; part < PARTS; ++part) {
+      float more[8];
+      load8(p + part * apart, more);
+      #pragma unroll
+      for (int c = 0; c < 8; ++c) out[c] += more[c];
+    }
+    #pragma unroll
+    for (int c = 0; c < 8; ++c) out[c] = static_cast<float>(static_cast<T>(out[c]));
+  }
 }
 """
 
@@ -155,17 +171,21 @@ def _select(columns: Sequence[_Columns], block: Block) -> str:
 
 _BEGIN = """
   int tile = 0, OUT = 0, WIDTH = 0, j = 0;
-  const DEVICE T *y = nullptr, *B = nullptr;
+  const DEVICE P* y = nullptr;
+  const DEVICE T* B = nullptr;
   DEVICE T* o = nullptr;
 """
 
 _COPY = """
   const int slot = j < 0 ? 0 : slots[m];
   const int column = (tile * NT + tid) * 8;
-  const size_t place = size_t(m) * WIDTH + column;
+  const size_t place = size_t(m) * WIDTH + column, apart = size_t(rows) * WIDTH;
   if (slot == 0) {
-    if (column < OUT)
-      *reinterpret_cast<DEVICE Eight<T>*>(o + place) = *reinterpret_cast<const DEVICE Eight<T>*>(y + place);
+    if (column < OUT) {
+      float alone[8];
+      read8<T, PARTS>(y + place, apart, alone);
+      store8(o + place, alone);
+    }
     return;
   }
 """
@@ -174,7 +194,7 @@ _COPY = """
 _ADDED = """
     float SUM[8];
     {
-      load8(y + FROM, SUM);
+      read8<T, PARTS>(y + FROM, apart, SUM);
       const DEVICE T* b = B + (size_t(slot) * RANK) * OUT + column;
       float delta[8] = {0, 0, 0, 0, 0, 0, 0, 0};
       #pragma unroll
@@ -211,7 +231,7 @@ _GATED = f"""
   const int slot = slots[m], j = 0, column = (block * NT + tid) * 8;
 INNER
   if (column < OUT) {{
-    const size_t place = size_t(m) * 2 * OUT + column;
+    const size_t place = size_t(m) * 2 * OUT + column, apart = size_t(rows) * 2 * OUT;
 {_added("gate", "B0")}
 {_added("up", "B1", "place + OUT", "RANK")}
     #pragma unroll
@@ -227,7 +247,7 @@ INNER
 
 _NORMED = f"""
   const int slot = slots[m], j = 0, column = tid * 8;
-  const size_t place = size_t(m) * OUT + column;
+  const size_t place = size_t(m) * OUT + column, apart = size_t(rows) * OUT;
 INNER
   float squares = 0;
   float made[8] = {{0, 0, 0, 0, 0, 0, 0, 0}};
@@ -275,6 +295,7 @@ def _call(
     widths: tuple[int, ...],
     joined: tuple[int, ...] | None,
     are_few: bool,
+    parts: int = 1,
 ) -> Callable[..., list[mx.array]]:
     """The kernel, with all that does not depend on the rows: a step asks for it in each layer.
 
@@ -298,6 +319,7 @@ def _call(
         ["x", "A", "slots", *_names("B", projections), *_names("y", outputs)],
         _names("o", outputs),
         f"{_BEGIN}{_select(columns, block)}{_COPY}INNER{_EXPAND}",
+        parts,
     )
     across, dtypes = sum(each.tiles(block) for each in columns) * block.threads, [dtype] * outputs
 
@@ -326,14 +348,21 @@ def _kernel(
     inputs: Sequence[str],
     outputs: Sequence[str],
     body: str,
+    parts: int = 1,
 ) -> Kernel:
-    """A kernel for such shapes; `INNER` in its body stands for the inner products."""
+    """A kernel for such shapes; `INNER` in its body stands for the inner products. `parts`: of y."""
     is_metal, block = on_metal(), _block()
     of = (_METAL_TYPES if is_metal else _CUDA_TYPES)[dtype]
     defines = "".join(
-        f"  constexpr int {name} = {value};\n" for name, value in {**constants, "NT": block.threads}.items()
+        f"  constexpr int {name} = {value};\n"
+        for name, value in {**constants, "NT": block.threads, "PARTS": parts}.items()
     )
     place = _METAL_PLACE if is_metal else _CUDA_PLACE
+    if parts == 1:
+        place += "  using P = T;\n  constexpr int rows = 0;\n"
+    else:
+        place += "  using P = float;\n" + (_METAL_ROWS if is_metal else _CUDA_ROWS)
+        shapes = [*shapes, f"parts{parts}"]
     body = body.replace("INNER", _INNER.replace("AHEAD", str(block.ahead)))
     made: Kernel = (mx.fast.metal_kernel if is_metal else mx.fast.cuda_kernel)(
         name=f"lora_{name}_{'_'.join(map(str, (of.strip('_'), *shapes)))}",
@@ -370,9 +399,17 @@ def one_pass_joined(
     widths: tuple[int, ...],
     places: tuple[int, ...],
 ) -> mx.array:
-    """The same where y has the outputs of linears of these widths side by side, each B's projection at its place."""
-    call = _call(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], widths, places, _are_few(slots_M))
-    return call([x, a_SIJ, slots_M, *bs, y], [y.shape])[0]
+    """The same where y has the outputs of linears of these widths side by side, each B's projection at its place.
+
+    y may also come in parts, which are added up: [parts, M, all out] in float32.
+    """
+    few = _are_few(slots_M)
+    call = _call(a_SIJ.dtype, a_SIJ.shape[1], bs[0].shape[1], widths, places, few, _parts(y))
+    return call([x, a_SIJ, slots_M, *bs, y], [y.shape[-2:]])[0]
+
+
+def _parts(y: mx.array) -> int:
+    return 1 if y.ndim == 2 else y.shape[0]
 
 
 def are_gate_and_up(widths: tuple[int, ...], places: tuple[int, ...]) -> bool:
@@ -402,26 +439,26 @@ def leave_endings() -> None:
 
 
 def one_pass_gated(x: mx.array, a_SIJ: mx.array, bs: Sequence[mx.array], y: mx.array, slots_M: mx.array) -> mx.array:
-    """SwiGLU [M, out] of gate and up, which lie side by side in y [M, 2 out], with their deltas."""
+    """SwiGLU [M, out] of gate and up, which lie side by side in y [M, 2 out] or its parts, with their deltas."""
     rank, width = bs[0].shape[1:]
     block = _block()
     across = -(-width // (block.threads * COLUMNS)) * block.threads
-    kernel = _gated(a_SIJ.dtype, a_SIJ.shape[1], rank, width, _are_few(slots_M))
+    kernel = _gated(a_SIJ.dtype, a_SIJ.shape[1], rank, width, _are_few(slots_M), _parts(y))
     (out,) = kernel(
         inputs=[x, a_SIJ, slots_M, *bs, y],
         grid=(across, slots_M.size, 1),
         threadgroup=(block.threads, 1, 1),
         output_shapes=[(slots_M.size, width)],
-        output_dtypes=[y.dtype],
+        output_dtypes=[a_SIJ.dtype],
     )
     return cast(mx.array, out)
 
 
 @lru_cache
-def _gated(dtype: mx.Dtype, inputs: int, rank: int, width: int, are_few: bool) -> Kernel:
+def _gated(dtype: mx.Dtype, inputs: int, rank: int, width: int, are_few: bool, parts: int) -> Kernel:
     names = ["x", "A", "slots", "B0", "B1", "y"]
     constants = {"IN": inputs, "R": 2 * rank, "RANK": rank, "JR": 2 * rank, "OUT": width}
-    return _kernel("gated", dtype, [inputs, rank, width, are_few], constants, names, ["o"], _GATED)
+    return _kernel("gated", dtype, [inputs, rank, width, are_few], constants, names, ["o"], _GATED, parts)
 
 
 def one_pass_normed(
@@ -434,24 +471,24 @@ def one_pass_normed(
     norm: mx.array,
     eps: float,
 ) -> tuple[mx.array, mx.array]:
-    """y [M, out] with its deltas and what the layer was fed [M, out]; and the weighted RMS norm of that."""
+    """y [M, out] or its parts, with its deltas and what the layer was fed [M, out]; and the weighted RMS norm of it."""
     threads = _block().threads
-    kernel = _normed(a_SIJ.dtype, a_SIJ.shape[1], b.shape[1], b.shape[2], _are_few(slots_M))
+    kernel = _normed(a_SIJ.dtype, a_SIJ.shape[1], b.shape[1], b.shape[2], _are_few(slots_M), _parts(y))
     added, normed = kernel(
         inputs=[x, a_SIJ, slots_M, b, y, fed, norm, _on_device(eps)],
         grid=(threads, slots_M.size, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[y.shape] * 2,
-        output_dtypes=[y.dtype] * 2,
+        output_shapes=[fed.shape] * 2,
+        output_dtypes=[fed.dtype] * 2,
     )
     return added, normed
 
 
 @lru_cache
-def _normed(dtype: mx.Dtype, inputs: int, rank: int, width: int, are_few: bool) -> Kernel:
+def _normed(dtype: mx.Dtype, inputs: int, rank: int, width: int, are_few: bool, parts: int) -> Kernel:
     names = ["x", "A", "slots", "B0", "y", "fed", "norm", "eps"]
     constants = {"IN": inputs, "R": rank, "RANK": rank, "JR": rank, "OUT": width}
-    return _kernel("normed", dtype, [inputs, rank, width, are_few], constants, names, ["o", "normed"], _NORMED)
+    return _kernel("normed", dtype, [inputs, rank, width, are_few], constants, names, ["o", "normed"], _NORMED, parts)
 
 
 @lru_cache
@@ -477,16 +514,19 @@ def _trials() -> Iterator[tuple[str, bool]]:
         for at, (part, b) in enumerate(zip(mx.split(y, 2, axis=-1), bs, strict=True))
     ]
     slots_M, of = mx.array(slots, mx.uint32), partial(mx.array.astype, dtype=mx.bfloat16)
-    gated = one_pass_gated(of(x), of(a), [of(b) for b in bs], of(y), slots_M)
-    added, normed = one_pass_normed(
-        of(x), of(a[..., :rank]), of(bs[0]), of(y[:, :width]), slots_M, of(fed), of(norm), 1e-5
-    )
+    own, small = mx.contiguous(of(a[..., :rank])), [of(b) for b in bs]
     whole = halves[0] + fed
-    pairs = {
-        "gated": (gated, mx.sigmoid(halves[0]) * halves[0] * halves[1]),
-        "added": (added, whole),
-        "normed": (normed, mx.fast.rms_norm(whole, norm, 1e-5)),
+    wanted = {
+        "joined": mx.concatenate(halves, axis=-1),
+        "gated": mx.sigmoid(halves[0]) * halves[0] * halves[1],
+        "added": whole,
+        "normed": mx.fast.rms_norm(whole, norm, 1e-5),
     }
-    for name, (found, wanted) in pairs.items():
-        apart = mx.max(mx.abs(found.astype(mx.float32) - wanted))
-        yield name, bool((apart <= ENDINGS_CLOSE * mx.max(mx.abs(wanted))).item())
+    for form, made in {"": of(y), " of parts": mx.stack([y / 4, y * 3 / 4])}.items():
+        first = mx.contiguous(made[..., :width])
+        joined = one_pass_joined(of(x), of(a), small, made, slots_M, (width, width), (0, 1))
+        gated = one_pass_gated(of(x), of(a), small, made, slots_M)
+        found = joined, gated, *one_pass_normed(of(x), own, small[0], first, slots_M, of(fed), of(norm), 1e-5)
+        for (name, exact), each in zip(wanted.items(), found, strict=True):
+            apart = mx.max(mx.abs(each.astype(mx.float32) - exact))
+            yield name + form, bool((apart <= ENDINGS_CLOSE * mx.max(mx.abs(exact))).item())

@@ -46,6 +46,7 @@ from mlx_model.lora.layers import (
 )
 from mlx_model.routing import Routing, follow_routing
 from mlx_model.sites import Site, Whole, find_sites, mixtures, replace_modules, shared_inputs
+from mlx_model.step.cuda.products import parts_of_many
 from mlx_model.tuned import ModelTuning
 
 log = logging.getLogger(__name__)
@@ -136,22 +137,28 @@ class AdaptedModel:
             trial = _Trial(Shape(shape[1], shape[2:], rank, self.dtype), TIMED_ROWS)
             if on_metal() and not passes("lora_kernel", METAL_SWITCH, trial.compared):
                 self.rows.kernel = "take"
+            forms = self._forms(sites, sum(widths) or shape[2], shape[1])
             if widths and not any(width % 8 for width in widths):
-                y = mx.zeros((1, sum(widths)), self.dtype)
-                mx.eval(one_pass_joined(x, a, bs, y, slots, widths, places))
+                mx.eval([one_pass_joined(x, a, bs, y, slots, widths, places) for y in forms])
         except Exception:
             log.exception("lora.fused_kernel_failed shape=%s", shape)
             self.rows.kernel = "take"
             return
         try:
+            fed = forms[0]
             if are_gate_and_up(widths, places) and gates(widths[0], rank):
-                mx.eval(one_pass_gated(x, a, bs, y, slots))
+                mx.eval([one_pass_gated(x, a, bs, y, slots) for y in forms])
             elif not widths and len(sites) == 1 and norms(shape[2]):
-                y = mx.zeros((1, shape[2]), self.dtype)
-                mx.eval(one_pass_normed(x, a, bs[0], y, slots, y, y[0], 1e-6))
+                mx.eval([one_pass_normed(x, a, bs[0], y, slots, fed, fed[0], 1e-6) for y in forms])
         except Exception:
             log.exception("lora.ending_kernel_failed shape=%s", shape)
             leave_endings()
+
+    def _forms(self, sites: list[Site], outputs: int, inputs: int) -> list[mx.array]:
+        """A product of what these sites read, and the parts of one of many rows, if a kernel makes such."""
+        is_packed = "scales" in sites[0].module
+        count = 1 if is_packed else parts_of_many(outputs, inputs, self.dtype)
+        return [mx.zeros((1, outputs), self.dtype), *([mx.zeros((count, 1, outputs))] if count > 1 else [])]
 
     def _covering(self, group: list[str], given: AdapterWeights, old: Stack | None) -> Stack:
         """The group's stack, made anew when it lacks a site that is given."""

@@ -13,6 +13,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_model.joined import JoinedLinears, arrays_of
 from mlx_model.kv.quantised import Packing
 from mlx_model.step.adapting import Adapting
+from mlx_model.step.cuda.products import whole
 from mlx_model.step.cuda.rotary import Rotary
 from mlx_model.step.product import Arrays, Padding, Product, added_and_normed
 
@@ -102,7 +103,7 @@ class Layer:
             product = self.gate_up[0]
             if adapt is None:
                 return product.gated(arrays[0], x_ND)
-            if (gated := adapt.gated("gate_up", x_ND, product.partial(arrays[0], x_ND))) is not None:
+            if (gated := adapt.gated("gate_up", x_ND, product.parts(arrays[0], x_ND))) is not None:
                 return gated
         ys = _outputs("gate_up", self.gate_up, arrays, x_ND, (1, 1), adapt)
         y_NI: mx.array = swiglu(*(ys if len(ys) == 2 else mx.split(ys[0], 2, axis=-1)))
@@ -122,9 +123,10 @@ class Layer:
         eps, own = self.eps[which == "down"], _if_changed(adapt, which)
         if own is None:
             return product.added(arrays, x_NI, h_ND, norm, eps)
-        y_ND = product.partial(arrays, x_NI)
+        y_ND = product.parts(arrays, x_NI)
         if (both := own.added_and_normed(which, x_NI, y_ND, h_ND, norm, eps)) is not None:
             return both
+        y_ND = whole(y_ND, x_NI.dtype)
         if not own.ends_with_sum(which):
             return added_and_normed(own(which, x_NI, [y_ND])[0], h_ND, norm, eps)
         y_ND = own.part(which, x_NI, y_ND)
@@ -156,10 +158,12 @@ def _outputs(
     """
     if adapt is None:
         return [product(each, x_NI) for product, each in zip(products, arrays, strict=True)]
-    ys = [product.partial(each, x_NI) for product, each in zip(products, arrays, strict=True)]
-    if len(ys) < len(widths):
-        if (whole := adapt.joined(which, x_NI, ys[0])) is not None:
-            return [whole]
+    ys = [product.parts(each, x_NI) for product, each in zip(products, arrays, strict=True)]
+    is_one = len(ys) < len(widths)
+    if is_one and (added := adapt.joined(which, x_NI, ys[0])) is not None:
+        return [added]
+    ys = [whole(y, x_NI.dtype) for y in ys]
+    if is_one:
         ends = list(accumulate(width * ys[0].shape[-1] // sum(widths) for width in widths))
         ys = list(mx.split(ys[0], ends[:-1], axis=-1))
     return adapt(which, x_NI, ys)

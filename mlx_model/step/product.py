@@ -69,11 +69,22 @@ class Product:
             y_NO = x_NI @ by["weight"]
         return y_NO + by["bias"] if "bias" in by and self.group is None else y_NO
 
+    def parts(self, arrays: Arrays, x_NI: mx.array) -> mx.array:
+        """The same as `partial`, or, in float32, what has to be added up to it [parts, N, out]."""
+        weight = self._stored(arrays, x_NI)
+        return self.partial(arrays, x_NI) if weight is None else products.parts(x_NI, weight)
+
+    def _stored(self, arrays: Arrays, x_NI: mx.array) -> mx.array | None:
+        """The weight for a kernel of ours, if that makes all of the output."""
+        if self.group is not None or "stored" not in self.names or "bias" in self.names:
+            return None
+        weight = arrays[self.names.index("stored")]
+        return weight if products.is_for(x_NI, weight) else None
+
     def gated(self, arrays: Arrays, x_NI: mx.array) -> mx.array:
         """SwiGLU of the halves of what this makes of x, [N, out / 2]."""
-        by = dict(zip(self.names, arrays, strict=True))
-        if "stored" in by and "bias" not in by and products.is_for(x_NI, by["stored"]):
-            return products.gated(x_NI, by["stored"])
+        if (weight := self._stored(arrays, x_NI)) is not None:
+            return products.gated(x_NI, weight)
         y_NI: mx.array = swiglu(*mx.split(self(arrays, x_NI), 2, axis=-1))
         return y_NI
 
@@ -81,11 +92,9 @@ class Product:
         self, arrays: Arrays, x_NI: mx.array, h_NO: mx.array, norm: mx.array, eps: float
     ) -> tuple[mx.array, mx.array]:
         """h and what this makes of x, and the norm of that: what lies between this linear and the next one."""
-        if self.group is None and "stored" in self.names and "bias" not in self.names:
-            weight = arrays[self.names.index("stored")]
-            is_one_type = x_NI.dtype == h_NO.dtype
-            if is_one_type and products.is_for(x_NI, weight) and products.adds_and_norms(h_NO, norm):
-                return products.added_and_normed(products.parts(x_NI, weight), h_NO, norm, eps)
+        weight = self._stored(arrays, x_NI)
+        if weight is not None and x_NI.dtype == h_NO.dtype and products.adds_and_norms(h_NO, norm):
+            return products.added_and_normed(products.parts(x_NI, weight), h_NO, norm, eps)
         return self.added_and_normed(arrays, self.partial(arrays, x_NI), h_NO, norm, eps)
 
     def added_and_normed(

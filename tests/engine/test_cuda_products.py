@@ -186,6 +186,8 @@ def test_deltas_of_outputs_apart_and_side_by_side(dtype: mx.Dtype) -> None:
             ys[at] = each
         whole = one_pass_joined(x, a, bs, y, slots, widths, places)
         assert mx.array_equal(whole, mx.concatenate(ys, axis=-1)), "the same, and what lies between as it was"
+        halves = mx.stack([y.astype(mx.float32) / 2] * 2)
+        assert mx.array_equal(one_pass_joined(x, a, bs, halves, slots, widths, places), whole), "of parts"
 
 
 @needs_cuda

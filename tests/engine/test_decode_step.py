@@ -17,7 +17,7 @@ from mlx_model.config import EngineConfig, SpeculationConfig
 from mlx_model.loader import load_model
 from mlx_model.lora import deltas, stacks
 from mlx_model.sites import quantized_product
-from mlx_model.step import product
+from mlx_model.step import layer, product
 from mlx_model.step.cuda import products
 from mlx_model.step.cuda.rotary import Rotary
 from mlx_model.step.decode_step import DecodeStep, decode_step_of, join_products
@@ -261,34 +261,41 @@ def test_all_tokens_of_a_row_have_its_slot(monkeypatch: pytest.MonkeyPatch) -> N
     assert mx.allclose(made, y + deltas.deltas_of(x, a, [b], slots, "gather")[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("ends", ["no", "of products", "of parts"])
 @pytest.mark.parametrize("config", [QWEN3, LLAMA | BIASES])
 def test_deltas_by_a_kernel_are_where_deltas_were(
-    config: dict[str, Any], ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a kernel adds on CUDA is added here by MLX's operations: to which columns, with which weights.
 
-    `ends`: a kernel also does what follows in the layer.
+    `ends`: a kernel also does what follows in the layer, of products or of their parts.
     """
     asked: list[tuple[int, ...]] = []
     ended = set[str]()
 
+    def halves(how: product.Product, arrays: product.Arrays, x: mx.array) -> mx.array:
+        y = how.partial(arrays, x)
+        return mx.stack([y / 2, y / 2]) if ends == "of parts" else y
+
+    def whole(made: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
+        return made if made.ndim == 2 else made.sum(axis=0)
+
     def gated(x: mx.array, a: mx.array, bs: Any, y: mx.array, slots: mx.array) -> mx.array:
         ended.add("gated")
-        gate, up = one_pass(x, a, bs, mx.split(y, 2, axis=-1), slots)
+        gate, up = one_pass(x, a, bs, mx.split(whole(y), 2, axis=-1), slots)
         return swiglu(gate, up)
 
     def normed(
         x: mx.array, a: mx.array, b: Any, y: mx.array, slots: mx.array, fed: mx.array, norm: mx.array, eps: float
     ) -> tuple[mx.array, mx.array]:
         ended.add(f"normed, {x.shape[-1]} inputs")
-        added = fed + one_pass(x, a, [b], [y], slots)[0]
+        added = fed + one_pass(x, a, [b], [whole(y)], slots)[0]
         return added, mx.fast.rms_norm(added, norm, eps)
 
     def joined(x: mx.array, a: mx.array, bs: Any, y: mx.array, slots: mx.array, widths: Any, places: Any) -> mx.array:
         asked.append(places)
         ends = [sum(widths[: at + 1]) for at in range(len(widths))]
-        ys = mx.split(y, ends[:-1], axis=-1)
+        ys = mx.split(whole(y), ends[:-1], axis=-1)
         for at, each in zip(places, one_pass(x, a, bs, [ys[at] for at in places], slots), strict=True):
             ys[at] = each
         return mx.concatenate(ys, axis=-1)
@@ -317,13 +324,17 @@ def test_deltas_by_a_kernel_are_where_deltas_were(
             monkeypatch.setattr(module, "one_pass_joined", joined)
             monkeypatch.setattr(module, "one_pass_gated", gated)
             monkeypatch.setattr(module, "one_pass_normed", normed)
-            monkeypatch.setattr(module, "gates", lambda *of: ends)
-            monkeypatch.setattr(module, "norms", lambda *of: ends)
+            monkeypatch.setattr(module, "gates", lambda *of: ends != "no")
+            monkeypatch.setattr(module, "norms", lambda *of: ends != "no")
+        monkeypatch.setattr(deltas, "may_end", lambda: ends != "no")
+        monkeypatch.setattr(product.Product, "parts", halves)
+        for module in (deltas, layer):
+            monkeypatch.setattr(module, "whole", whole)
     for seq, (tokens, logprobs) in told[0].items():
         assert told[1][seq][0] == tokens
         assert told[1][seq][1] == pytest.approx(logprobs, abs=1e-5)  # products of other sizes may sum in other orders
     assert {(2,), (0, 1, 2), (0, 1)} == set(asked), "of v, of all of attention's inputs, of gate and up"
-    assert len(ended) == (3 if ends else 0), "gate and up, output and down"
+    assert len(ended) == (0 if ends == "no" else 3), "gate and up, output and down"
 
 
 def test_a_step_that_checks_drafts_is_of_few_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

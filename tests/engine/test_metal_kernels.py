@@ -29,9 +29,11 @@ class Faulty:
         self._old, self._new, self.found = old, new, False
 
     def __call__(self, **kernel: Any) -> ShimKernel:
-        self.found |= self._old in kernel["source"]
+        texts = {part: kernel.get(part, "") for part in ("header", "source")}
+        self.found |= any(self._old in text for text in texts.values())
         name = f"{kernel['name']}, {self._new}"
-        return ShimKernel(**(kernel | {"name": name, "source": kernel["source"].replace(self._old, self._new)}))
+        faulty = {part: text.replace(self._old, self._new) for part, text in texts.items()}
+        return ShimKernel(**(kernel | {"name": name} | faulty))
 
 
 @pytest.fixture
@@ -138,17 +140,28 @@ def test_lora_of_joined_outputs_leaves_others_as_they_are(metal: pytest.MonkeyPa
     first, last = deltas_of(x[:, None], a, bs, slots, "take")
     wanted = y + mx.concatenate([first[:, 0], mx.zeros((3, 16)), last[:, 0]], axis=1)
     assert_close(found, wanted, mx.float32)
+    assert_close(one_pass_joined(x, a, bs, in_parts(y), slots, widths, places), wanted, mx.float32)
 
 
-def ended(inputs: int, width: int, rank: int, dtype: mx.Dtype, rows: int = 5) -> list[tuple[mx.array, mx.array]]:
-    """By the kernels that also do what follows in a layer, and by MLX's operations in fp32; two rows are the base's."""
+def in_parts(y: mx.array) -> mx.array:
+    """Three numbers in float32 for each of y, whose sum it is."""
+    return mx.stack([y / 4, y * 2, y * -5 / 4]).astype(mx.float32)
+
+
+def ended(
+    inputs: int, width: int, rank: int, dtype: mx.Dtype, *, parts: bool = False, rows: int = 5
+) -> list[tuple[mx.array, mx.array]]:
+    """By the kernels that also do what follows in a layer, and by MLX's operations in fp32; two rows are the base's.
+
+    `parts`: outputs come in parts.
+    """
     a, bs = normal(0, 3, inputs, 2 * rank).astype(dtype), [normal(at, 3, rank, width).astype(dtype) for at in (1, 2)]
     a[0] = 0
     x, y, fed = (normal(seed, rows, size).astype(dtype) for seed, size in ((3, inputs), (4, 2 * width), (5, width)))
     norm, slots = normal(6, width).astype(dtype), mx.array([2, 0, 1, 1, 0], mx.uint32)
-    own = a[..., :rank] + 0
-    gated = one_pass_gated(x, a, bs, y, slots)
-    added, normed = one_pass_normed(x, own, bs[0], y[:, :width] + 0, slots, fed, norm, 1e-5)
+    own, form = a[..., :rank] + 0, in_parts if parts else mx.contiguous
+    gated = one_pass_gated(x, a, bs, form(y), slots)
+    added, normed = one_pass_normed(x, own, bs[0], form(y[:, :width] + 0), slots, fed, norm, 1e-5)
     wide = [each.astype(mx.float32) for each in (x[:, None], a, own, *bs, y, fed, norm)]
     x, a, own, b_gate, b_up, y, fed, norm = wide
     gate, up = (
@@ -162,10 +175,11 @@ def ended(inputs: int, width: int, rank: int, dtype: mx.Dtype, rows: int = 5) ->
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize(("inputs", "width", "rank"), [(72, 136, 8), (520, 2048, 32), (8, 16, 128)])
+@pytest.mark.parametrize("parts", [False, True])
 def test_what_follows_lora_in_a_layer_is_what_mlx_computes(
-    metal: pytest.MonkeyPatch, inputs: int, width: int, rank: int, dtype: mx.Dtype
+    metal: pytest.MonkeyPatch, inputs: int, width: int, rank: int, dtype: mx.Dtype, parts: bool
 ) -> None:
-    for found, wanted in ended(inputs, width, rank, dtype):
+    for found, wanted in ended(inputs, width, rank, dtype, parts=parts):
         assert_close(found, wanted, dtype)
 
 
@@ -185,6 +199,8 @@ END_FAULTS = [
     ("by_warp[tid / 32] = squares;\n  BARRIER;", "by_warp[tid / 32] = squares;"),
     ("made[c] + static_cast", "static_cast"),
     ("w < NT / 32", "w < 1"),
+    ("part * apart", "(part - 1) * apart"),
+    ("out[c] += more[c]", "out[c] = more[c]"),
 ]
 
 
@@ -195,7 +211,7 @@ def test_a_fault_in_what_follows_lora_is_found(metal: pytest.MonkeyPatch, old: s
     metal.setattr(mx.fast, "metal_kernel", faulty)
     width = 400 + 8 * END_FAULTS.index((old, new))  # a shape of its own: kernels are kept by shape
     with pytest.raises((AssertionError, OutsideError, StuckError)):
-        for found, wanted in ended(72, width, 8, mx.float32):
+        for found, wanted in ended(72, width, 8, mx.float32, parts="more" in old or "part *" in old):
             assert_close(found, wanted, mx.float32)
     assert faulty.found
 

@@ -96,8 +96,12 @@ def is_for(x: mx.array, weight: mx.array) -> bool:
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
     """x W^T [rows, out], summed in float32."""
-    made = parts(x, weight)
-    return made if made.ndim == 2 else _summed(made, x.dtype)[0]
+    return whole(parts(x, weight), x.dtype)
+
+
+def whole(made: mx.array, dtype: mx.Dtype) -> mx.array:
+    """A product [rows, out], of itself or its `parts`."""
+    return made if made.ndim == 2 else _summed(made, dtype)[0]
 
 
 def gated(x: mx.array, weight: mx.array) -> mx.array:
@@ -159,6 +163,14 @@ def _summed(parts: mx.array, dtype: mx.Dtype, eps: float = 0.0, **others: mx.arr
         output_dtypes=[dtype] * len(outputs),
     )
     return made
+
+
+def parts_of_many(outputs: int, inputs: int, dtype: mx.Dtype) -> int:
+    """How many `parts` a product of many rows by weights [outputs, inputs] has; 1 where MLX computes it."""
+    is_small = outputs * inputs * dtype.size <= LARGEST and inputs % _STEP_OF_MANY == 0
+    return (
+        blocks_of_many(outputs, inputs, is_gated=False)[1] if is_small and are_there() and are_many_there(dtype) else 1
+    )
 
 
 @cache
