@@ -92,7 +92,7 @@ template <typename T> INLINE void store8(DEVICE T* p, const LOCAL float* in) {
   for (int c = 0; c < 8; ++c) e.v[c] = static_cast<T>(in[c]);
   *reinterpret_cast<DEVICE Eight<T>*>(p) = e;
 }
-// Of PARTS > 1, each `apart` numbers behind the one before it, the sum as T rounds it.
+// Of PARTS > 1, each `apart` numbers after the one before it, the sum as T rounds it.
 template <typename T, int PARTS, typename P> INLINE void read8(const DEVICE P* p, size_t apart, LOCAL float* out) {
   load8(p, out);
   if (PARTS > 1) {
