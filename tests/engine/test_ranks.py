@@ -32,6 +32,7 @@ CLOSE, CLOSE_IN_8_BITS = 1e-4, 1e-2  # the latter: a number of KV may round to t
 HEADS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
 SHAPE = LLAMA | HEADS | {"head_dim": 32, "rope_theta": 1e4}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+SCALED = {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": SHAPE,
     "quantised": SHAPE,
@@ -39,12 +40,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": SHAPE | MOE | {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": []},
     "gemma3": SHAPE | CONFIGS["gemma3_text"] | HEADS | {"model_type": "gemma3_text"},
     "gpt_oss": SHAPE | CONFIGS["gpt_oss"] | HEADS | {"model_type": "gpt_oss"},
+    "ministral3": SHAPE | {"model_type": "ministral3", "rope_parameters": SCALED},
     "three_heads": SHAPE | {"num_attention_heads": 6, "num_key_value_heads": 3, "model_type": "qwen3"},
     "olmo2": SHAPE | {"model_type": "olmo2"},
 }
 WHOLE = tuple(name for name in MODELS if name not in ("three_heads", "olmo2"))
 LEARNED = {  # how a learner learns, and on what
     "grpo": ("quantised", {}), "grpo, layers again": ("qwen3_moe", {"checkpoint_layers": True}),
+    "grpo, scaled by position": ("ministral3", {}),
     "ppo": ("llama", {}), "sft": ("llama", {}), "dpo": ("gpt_oss", {}), "distill": ("qwen3_moe", {}),
     "pairs": ("llama", {}), "vectors": ("quantised", {}),  # of a head
     "grpo, samples divided": ("qwen3_moe", {"sharding": "data"}),

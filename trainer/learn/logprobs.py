@@ -231,10 +231,11 @@ def can_share_prompts(model: Any, *, tries: bool = True) -> bool:
     """True if `shared_scores` gives this model's log-probabilities.
 
     So it does where all state is keys and values of full attention, and positions before the first one harm nothing.
-    That, and models with windows or recurrent layers, are tried with a few tokens, if `tries`.
+    That, and models with windows or recurrent layers, are tried with a few tokens, if `tries`. Else models that are
+    known not to bear such positions share none.
     """
     if _has_only_keys(model):
-        return not tries or _bears_padding(model)
+        return _bears_padding(model) if tries else not _scales_by_position(model)
     new = leaves(make_prompt_cache(model))
     known = all(type(leaf) in (KVCache, RotatingKVCache, ArraysCache) and not getattr(leaf, "keep", 0) for leaf in new)
     return known and tries and _is_right(model)
@@ -246,12 +247,18 @@ def _has_only_keys(model: Any) -> bool:
 
 
 def _bears_padding(model: Any) -> bool:
-    """False of attention scaled by the logarithm of a position, which has none before the first one (Ministral 3)."""
+    """False if a position before the first one makes numbers that are none."""
     caches = mapped(make_prompt_cache(model), lambda leaf: PromptKeys(mx.array([2])))
     try:
         return not mx.isnan(model(mx.array([[0, 0, 1]]), cache=caches)).any().item()
     except Exception:  # masks and state of the model's own
         return False
+
+
+def _scales_by_position(model: Any) -> bool:
+    """True of attention scaled by the logarithm of a position, which has none before the first one (Ministral 3)."""
+    all_args = (getattr(module, "args", None) for _, module in model.named_modules())
+    return any("llama_4_scaling_beta" in (getattr(args, "rope_parameters", None) or {}) for args in all_args)
 
 
 def _is_right(model: Any) -> bool:
