@@ -78,9 +78,9 @@ class Deltas:
     def joined(self, held: Held, slots_B: mx.array, x: mx.array, y: mx.array) -> mx.array | None:
         """All outputs of the joined linears, of theirs [N, width] or its parts; None: no kernel is made for these."""
         a_SIJ, bs, _, _ = held
-        y = y if may_end() else whole(y, self.dtype)
         if not self.widths or any(width % 8 for width in self.widths) or not self._ends(held, slots_B, x, y):
             return None
+        y = y if y.ndim == 2 or may_end() else whole(y, self.dtype)
         return one_pass_joined(x, a_SIJ, bs, y, _of_each(slots_B, x, a_SIJ), self.widths, self.places)
 
     def gated(self, held: Held, slots_B: mx.array, x: mx.array, y: mx.array) -> mx.array | None:

@@ -12,26 +12,26 @@ Shapes are written into the source, one kernel object per shape, because MLX wor
 call, and a decode step of a large model is bound by what the host does.
 
 Layouts, with J projections of one input and rank r: A [S, in, J*r] in T, B_j [S, r, out_j] in T (scale folded in),
-y_j [M, out_j] or y [M, all out] in T, slots [M] uint32; slot 0 is the base and costs one comparison. T is bf16, fp16 or
-fp32; r is a power of two from 8 to 256, widths are multiples of 8.
+y_j [M, out_j] or y [M, all out] in T, or in fp32 where y is the sum of parts, slots [M] uint32; slot 0 is the base,
+whose rows read no A and no B. T is bf16, fp16 or fp32; r is a power of two from 8 to 256, widths are multiples of 8.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_model.cuda import is_on, is_right
+from mlx_model.cuda import is_on, is_right, number
 from mlx_model.device import on_metal
 from mlx_model.metal import FEW
 
-Kernel = Any  # what mx.fast.cuda_kernel and metal_kernel return: called with inputs, grid, output shapes, gives arrays
+Call = Callable[[list[mx.array], list[tuple[int, ...]]], list[mx.array]]
 
 LARGEST_RANK = 256  # a thread adds up one of the inner products
-LARGEST_RANK_GATED = 64
+UNROLLED = 16  # ranks: with 128 of them a kernel takes 255 registers, and three times as long to compile
 METAL_SWITCH = "PARALLM_METAL_LORA"  # 0: MLX's operations on a Mac
 ENDINGS_SWITCH = "PARALLM_CUDA_LORA_ENDINGS"  # 0: what follows deltas in a layer stays with operations of its own
 _are_left = False
@@ -117,13 +117,15 @@ _INNER = """
   float acc[8] = {0, 0, 0, 0, 0, 0, 0, 0};
   const DEVICE T* a_row = A + (size_t(slot) * IN) * JR + j * R + lane * 8;
   const DEVICE T* x_row = x + size_t(m) * IN;
-  #pragma unroll AHEAD
-  for (int i = first; i < IN; i += STRIDE) {
-    float a8[8];
-    load8(a_row + size_t(i) * JR, a8);
-    const float xi = static_cast<float>(x_row[i]);
-    #pragma unroll
-    for (int c = 0; c < 8; ++c) acc[c] += xi * a8[c];
+  if (slot != 0) {
+    #pragma unroll AHEAD
+    for (int i = first; i < IN; i += STRIDE) {
+      float a8[8];
+      load8(a_row + size_t(i) * JR, a8);
+      const float xi = static_cast<float>(x_row[i]);
+      #pragma unroll
+      for (int c = 0; c < 8; ++c) acc[c] += xi * a8[c];
+    }
   }
   #pragma unroll
   for (int c = 0; c < 8; ++c)
@@ -193,11 +195,11 @@ _COPY = """
 # What a thread's eight columns of y become, of the inner products from h[FIRST] on.
 _ADDED = """
     float SUM[8];
-    {
-      read8<T, PARTS>(y + FROM, apart, SUM);
+    read8<T, PARTS>(y + FROM, apart, SUM);
+    if (slot != 0) {
       const DEVICE T* b = B + (size_t(slot) * RANK) * OUT + column;
       float delta[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-      #pragma unroll
+      #pragma unroll UNROLLED
       for (int r = 0; r < RANK; ++r) {
         float b8[8];
         load8(b + size_t(r) * OUT, b8);
@@ -212,7 +214,7 @@ _ADDED = """
 
 
 def _added(total: str, of: str = "B", place: str = "place", first: str = "0") -> str:
-    words = {"SUM": total, "B +": f"{of} +", "FROM": place, "FIRST": first}
+    words = {"SUM": total, "B +": f"{of} +", "FROM": place, "FIRST": first, "UNROLLED": str(UNROLLED)}
     text = _ADDED
     for word, by in words.items():
         text = text.replace(word, by)
@@ -226,7 +228,7 @@ _EXPAND = f"""
   }}
 """
 
-# Rounded where MLX's separate operations round. Slot 0 has zeros, so a row of the base is one as any other.
+# Rounded where MLX's separate operations round.
 _GATED = f"""
   const int slot = slots[m], j = 0, column = (block * NT + tid) * 8;
 INNER
@@ -268,7 +270,7 @@ INNER
   if (column < OUT) {{
     squares = 0;
     for (int w = 0; w < NT / 32; ++w) squares += by_warp[w];
-    const float by = RSQRT(squares / OUT + eps[0]);
+    const float by = RSQRT(squares / OUT + EPS);
     float weights[8];
     load8(norm + column, weights);
     #pragma unroll
@@ -277,6 +279,7 @@ INNER
   }}
 """
 
+_C_TYPES = {int: "int", float: "float"}
 _CUDA_TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float"}
 _METAL_TYPES = {mx.bfloat16: "bfloat16_t", mx.float16: "float16_t", mx.float32: "float"}
 
@@ -296,7 +299,7 @@ def _call(
     joined: tuple[int, ...] | None,
     are_few: bool,
     parts: int = 1,
-) -> Callable[..., list[mx.array]]:
+) -> Call:
     """The kernel, with all that does not depend on the rows: a step asks for it in each layer.
 
     `are_few`: rows, on Metal, where MLX writes another head then, and compiles anew what has the same name.
@@ -310,30 +313,17 @@ def _call(
         places = {at: projection for projection, at in enumerate(joined)}
         columns = [_Columns(0, begins[at], width, whole, places.get(at)) for at, width in enumerate(widths)]
     outputs, projections = (len(widths), len(widths)) if joined is None else (1, len(joined))
-    block = _block()
-    kernel = _kernel(
+    return _kernel(
         "one_pass",
         dtype,
         [inputs, rank, *widths, *([] if joined is None else ["of", *joined]), *(["few"] if are_few else [])],
         {"IN": inputs, "R": rank, "RANK": rank, "JR": rank * projections},
         ["x", "A", "slots", *_names("B", projections), *_names("y", outputs)],
         _names("o", outputs),
-        f"{_BEGIN}{_select(columns, block)}{_COPY}INNER{_EXPAND}",
+        f"{_BEGIN}{_select(columns, _block())}{_COPY}INNER{_EXPAND}",
+        sum(each.tiles(_block()) for each in columns),
         parts,
     )
-    across, dtypes = sum(each.tiles(block) for each in columns) * block.threads, [dtype] * outputs
-
-    def call(inputs: list[mx.array], shapes: list[tuple[int, ...]]) -> list[mx.array]:
-        out: list[mx.array] = kernel(
-            inputs=inputs,
-            grid=(across, inputs[2].size, 1),
-            threadgroup=(block.threads, 1, 1),
-            output_shapes=shapes,
-            output_dtypes=dtypes,
-        )
-        return out
-
-    return call
 
 
 def _block() -> Block:
@@ -344,19 +334,21 @@ def _kernel(
     name: str,
     dtype: mx.Dtype,
     shapes: Sequence[Any],
-    constants: dict[str, int],
+    constants: dict[str, Any],
     inputs: Sequence[str],
     outputs: Sequence[str],
     body: str,
-    parts: int = 1,
-) -> Kernel:
-    """A kernel for such shapes; `INNER` in its body stands for the inner products. `parts`: of y."""
+    blocks: int,
+    parts: int,
+) -> Call:
+    """A kernel for such shapes, called with its inputs and the shapes of its outputs.
+
+    `INNER` in its body stands for the inner products. `blocks`: of a row; `parts`: of y.
+    """
     is_metal, block = on_metal(), _block()
     of = (_METAL_TYPES if is_metal else _CUDA_TYPES)[dtype]
-    defines = "".join(
-        f"  constexpr int {name} = {value};\n"
-        for name, value in {**constants, "NT": block.threads, "PARTS": parts}.items()
-    )
+    constants = {**constants, "NT": block.threads, "PARTS": parts}
+    defines = "".join(f"  constexpr {_C_TYPES[type(value)]} {name} = {value};\n" for name, value in constants.items())
     place = _METAL_PLACE if is_metal else _CUDA_PLACE
     if parts == 1:
         place += "  using P = T;\n  constexpr int rows = 0;\n"
@@ -364,14 +356,27 @@ def _kernel(
         place += "  using P = float;\n" + (_METAL_ROWS if is_metal else _CUDA_ROWS)
         shapes = [*shapes, f"parts{parts}"]
     body = body.replace("INNER", _INNER.replace("AHEAD", str(block.ahead)))
-    made: Kernel = (mx.fast.metal_kernel if is_metal else mx.fast.cuda_kernel)(
+    kernel: Any = (mx.fast.metal_kernel if is_metal else mx.fast.cuda_kernel)(
         name=f"lora_{name}_{'_'.join(map(str, (of.strip('_'), *shapes)))}",
         input_names=list(inputs),
         output_names=list(outputs),
         source=f"  using T = {of};\n{defines}{place}{body}",
         header=(_METAL_WORDS if is_metal else _CUDA_WORDS) + _EIGHT,
     )
-    return made
+    across, dtypes = blocks * block.threads, [dtype] * len(outputs)
+
+    def call(inputs: list[mx.array], shapes: list[tuple[int, ...]]) -> list[mx.array]:
+        _, _, slots_M, *_ = inputs
+        out: list[mx.array] = kernel(
+            inputs=inputs,
+            grid=(across, slots_M.size, 1),
+            threadgroup=(block.threads, 1, 1),
+            output_shapes=shapes,
+            output_dtypes=dtypes,
+        )
+        return out
+
+    return call
 
 
 def _are_few(slots_M: mx.array) -> bool:
@@ -418,8 +423,8 @@ def are_gate_and_up(widths: tuple[int, ...], places: tuple[int, ...]) -> bool:
 
 
 def gates(width: int, rank: int) -> bool:
-    """True if `one_pass_gated` is for gate and up of this width: with a larger rank a thread takes 255 registers."""
-    return width % COLUMNS == 0 and rank <= LARGEST_RANK_GATED and may_end()
+    """True if `one_pass_gated` is for gate and up of this width."""
+    return width % COLUMNS == 0 and 2 * rank <= LARGEST_RANK and may_end()
 
 
 def norms(width: int) -> bool:
@@ -441,24 +446,16 @@ def leave_endings() -> None:
 def one_pass_gated(x: mx.array, a_SIJ: mx.array, bs: Sequence[mx.array], y: mx.array, slots_M: mx.array) -> mx.array:
     """SwiGLU [M, out] of gate and up, which lie side by side in y [M, 2 out] or its parts, with their deltas."""
     rank, width = bs[0].shape[1:]
-    block = _block()
-    across = -(-width // (block.threads * COLUMNS)) * block.threads
-    kernel = _gated(a_SIJ.dtype, a_SIJ.shape[1], rank, width, _are_few(slots_M), _parts(y))
-    (out,) = kernel(
-        inputs=[x, a_SIJ, slots_M, *bs, y],
-        grid=(across, slots_M.size, 1),
-        threadgroup=(block.threads, 1, 1),
-        output_shapes=[(slots_M.size, width)],
-        output_dtypes=[a_SIJ.dtype],
-    )
-    return cast(mx.array, out)
+    call = _gated(a_SIJ.dtype, a_SIJ.shape[1], rank, width, _are_few(slots_M), _parts(y))
+    return call([x, a_SIJ, slots_M, *bs, y], [(slots_M.size, width)])[0]
 
 
 @lru_cache
-def _gated(dtype: mx.Dtype, inputs: int, rank: int, width: int, are_few: bool, parts: int) -> Kernel:
-    names = ["x", "A", "slots", "B0", "B1", "y"]
+def _gated(dtype: mx.Dtype, inputs: int, rank: int, width: int, are_few: bool, parts: int) -> Call:
+    names, shapes = ["x", "A", "slots", "B0", "B1", "y"], [inputs, rank, width, are_few]
     constants = {"IN": inputs, "R": 2 * rank, "RANK": rank, "JR": 2 * rank, "OUT": width}
-    return _kernel("gated", dtype, [inputs, rank, width, are_few], constants, names, ["o"], _GATED, parts)
+    blocks = _Columns(0, 0, width, width, 0).tiles(_block())
+    return _kernel("gated", dtype, shapes, constants, names, ["o"], _GATED, blocks, parts)
 
 
 def one_pass_normed(
@@ -472,31 +469,16 @@ def one_pass_normed(
     eps: float,
 ) -> tuple[mx.array, mx.array]:
     """y [M, out] or its parts, with its deltas and what the layer was fed [M, out]; and the weighted RMS norm of it."""
-    threads = _block().threads
-    kernel = _normed(a_SIJ.dtype, a_SIJ.shape[1], b.shape[1], b.shape[2], _are_few(slots_M), _parts(y))
-    added, normed = kernel(
-        inputs=[x, a_SIJ, slots_M, b, y, fed, norm, _on_device(eps)],
-        grid=(threads, slots_M.size, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[fed.shape] * 2,
-        output_dtypes=[fed.dtype] * 2,
-    )
+    call = _normed(a_SIJ.dtype, a_SIJ.shape[1], b.shape[1], b.shape[2], eps, _are_few(slots_M), _parts(y))
+    added, normed = call([x, a_SIJ, slots_M, b, y, fed, norm], [fed.shape] * 2)
     return added, normed
 
 
 @lru_cache
-def _normed(dtype: mx.Dtype, inputs: int, rank: int, width: int, are_few: bool, parts: int) -> Kernel:
-    names = ["x", "A", "slots", "B0", "y", "fed", "norm", "eps"]
-    constants = {"IN": inputs, "R": rank, "RANK": rank, "JR": rank, "OUT": width}
-    return _kernel("normed", dtype, [inputs, rank, width, are_few], constants, names, ["o", "normed"], _NORMED, parts)
-
-
-@lru_cache
-def _on_device(eps: float) -> mx.array:
-    """Eight times, since an array of 8 bytes and less lies in the host's memory, and each warp that reads it waits."""
-    several = mx.array([eps] * 8)
-    mx.eval(several)
-    return several
+def _normed(dtype: mx.Dtype, inputs: int, rank: int, width: int, eps: float, are_few: bool, parts: int) -> Call:
+    names, shapes = ["x", "A", "slots", "B0", "y", "fed", "norm"], [inputs, rank, width, number(eps), are_few]
+    constants = {"IN": inputs, "R": rank, "RANK": rank, "JR": rank, "OUT": width, "EPS": eps}
+    return _kernel("normed", dtype, shapes, constants, names, ["o", "normed"], _NORMED, 1, parts)
 
 
 def _trials() -> Iterator[tuple[str, bool]]:

@@ -27,6 +27,7 @@ from mlx_model.lora.kernels import (
     fits_metal,
     gates,
     leave_endings,
+    may_end,
     norms,
     one_pass,
     one_pass_gated,
@@ -45,7 +46,7 @@ from mlx_model.lora.layers import (
     padded_rank,
 )
 from mlx_model.routing import Routing, follow_routing
-from mlx_model.sites import Site, Whole, find_sites, mixtures, replace_modules, shared_inputs
+from mlx_model.sites import Site, Whole, find_sites, group_of, mixtures, replace_modules, shared_inputs
 from mlx_model.step.cuda.products import parts_of_many
 from mlx_model.tuned import ModelTuning
 
@@ -137,28 +138,35 @@ class AdaptedModel:
             trial = _Trial(Shape(shape[1], shape[2:], rank, self.dtype), TIMED_ROWS)
             if on_metal() and not passes("lora_kernel", METAL_SWITCH, trial.compared):
                 self.rows.kernel = "take"
-            forms = self._forms(sites, sum(widths) or shape[2], shape[1])
-            if widths and not any(width % 8 for width in widths):
-                mx.eval([one_pass_joined(x, a, bs, y, slots, widths, places) for y in forms])
+            gate = are_gate_and_up(widths, places) and gates(widths[0], rank)
+            joins = bool(widths) and not gate and not any(width % 8 for width in widths)
+            y = mx.zeros((1, sum(widths) or shape[2]), self.dtype)
+            if joins:
+                mx.eval(one_pass_joined(x, a, bs, y, slots, widths, places))
         except Exception:
             log.exception("lora.fused_kernel_failed shape=%s", shape)
             self.rows.kernel = "take"
             return
+        if not may_end() or any(group_of(site.module) for site in sites):
+            return
         try:
-            fed = forms[0]
-            if are_gate_and_up(widths, places) and gates(widths[0], rank):
-                mx.eval([one_pass_gated(x, a, bs, y, slots) for y in forms])
+            forms = [y, *self._parts(sites[0], y)]
+            if gate:
+                mx.eval([one_pass_gated(x, a, bs, each, slots) for each in forms])
+            elif joins:
+                mx.eval([one_pass_joined(x, a, bs, each, slots, widths, places) for each in forms[1:]])
             elif not widths and len(sites) == 1 and norms(shape[2]):
-                mx.eval([one_pass_normed(x, a, bs[0], y, slots, fed, fed[0], 1e-6) for y in forms])
+                mx.eval([one_pass_normed(x, a, bs[0], each, slots, y, y[0], 1e-6) for each in forms])
         except Exception:
-            log.exception("lora.ending_kernel_failed shape=%s", shape)
+            log.exception("lora.ending_kernel_failed shape=%s: no adapter's kernel does what follows it", shape)
             leave_endings()
 
-    def _forms(self, sites: list[Site], outputs: int, inputs: int) -> list[mx.array]:
-        """A product of what these sites read, and the parts of one of many rows, if a kernel makes such."""
-        is_packed = "scales" in sites[0].module
-        count = 1 if is_packed else parts_of_many(outputs, inputs, self.dtype)
-        return [mx.zeros((1, outputs), self.dtype), *([mx.zeros((count, 1, outputs))] if count > 1 else [])]
+    def _parts(self, site: Site, y: mx.array) -> list[mx.array]:
+        """Parts that such a product has if it is one of many rows, and of a kernel of ours."""
+        if "scales" in site.module or "bias" in site.module:
+            return []
+        count = parts_of_many(y.shape[1], site.held_inputs, self.dtype)
+        return [mx.zeros((count, *y.shape))] if count > 1 else []
 
     def _covering(self, group: list[str], given: AdapterWeights, old: Stack | None) -> Stack:
         """The group's stack, made anew when it lacks a site that is given."""

@@ -12,10 +12,11 @@ from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
 from mlx_model.cuda import is_right
 from mlx_model.lora.deltas import deltas_of
-from mlx_model.lora.kernels import one_pass, one_pass_joined
+from mlx_model.lora.kernels import may_end, norms, one_pass, one_pass_joined
 from mlx_model.step.cuda import products
 from mlx_model.step.cuda.rotary import Rotary
 from mlx_model.step.decode_step import DecodeStep, join_products
+from tests.engine.ended_layers import ended
 from tests.engine.test_decode_step import MODELS, decoded, load
 
 needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA device")
@@ -186,8 +187,19 @@ def test_deltas_of_outputs_apart_and_side_by_side(dtype: mx.Dtype) -> None:
             ys[at] = each
         whole = one_pass_joined(x, a, bs, y, slots, widths, places)
         assert mx.array_equal(whole, mx.concatenate(ys, axis=-1)), "the same, and what lies between as it was"
-        halves = mx.stack([y.astype(mx.float32) / 2] * 2)
-        assert mx.array_equal(one_pass_joined(x, a, bs, halves, slots, widths, places), whole), "of parts"
+        parts = mx.stack([y.astype(mx.float32) / 4, y.astype(mx.float32) * 3 / 4])
+        assert is_close(one_pass_joined(x, a, bs, parts, slots, widths, places), whole)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", (*TYPES, mx.float32))
+@pytest.mark.parametrize(("inputs", "width", "rank"), [(256, 4096, 64), (96, 136, 8), (64, 4104, 128)])
+def test_what_follows_deltas_in_a_layer(inputs: int, width: int, rank: int, dtype: mx.Dtype) -> None:
+    """SwiGLU, of a width of more than one block, too; and the residual with the next norm."""
+    assert may_end(), "the worker's own trials"
+    for parts in (False, True):
+        for found, wanted in ended(inputs, width, rank, dtype, parts=parts, norms=norms(width)):
+            assert is_close(found, wanted, 5e-2)
 
 
 @needs_cuda

@@ -16,6 +16,7 @@ from mlx_model import device, tuned
 from mlx_model.config import EngineConfig, SpeculationConfig
 from mlx_model.loader import load_model
 from mlx_model.lora import deltas, stacks
+from mlx_model.lora.reader import read_adapter
 from mlx_model.sites import quantized_product
 from mlx_model.step import layer, product
 from mlx_model.step.cuda import products
@@ -261,21 +262,23 @@ def test_all_tokens_of_a_row_have_its_slot(monkeypatch: pytest.MonkeyPatch) -> N
     assert mx.allclose(made, y + deltas.deltas_of(x, a, [b], slots, "gather")[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("ends", ["no", "of products", "of parts"])
+@pytest.mark.parametrize("ends", ["no", "of products", "of parts", "parts refused", "taken apart"])
 @pytest.mark.parametrize("config", [QWEN3, LLAMA | BIASES])
 def test_deltas_by_a_kernel_are_where_deltas_were(
     config: dict[str, Any], ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a kernel adds on CUDA is added here by MLX's operations: to which columns, with which weights.
 
-    `ends`: a kernel also does what follows in the layer, of products or of their parts.
+    `ends`: a kernel also does what follows in the layer, of products or of their parts; or none takes
+    parts; or none takes joined products.
     """
+    may = ends in ("of products", "of parts")
     asked: list[tuple[int, ...]] = []
     ended = set[str]()
 
     def halves(how: product.Product, arrays: product.Arrays, x: mx.array) -> mx.array:
         y = how.partial(arrays, x)
-        return mx.stack([y / 2, y / 2]) if ends == "of parts" else y
+        return mx.stack([y / 2, y / 2]) if ends in ("of parts", "parts refused", "taken apart") else y
 
     def whole(made: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
         return made if made.ndim == 2 else made.sum(axis=0)
@@ -294,6 +297,7 @@ def test_deltas_by_a_kernel_are_where_deltas_were(
 
     def joined(x: mx.array, a: mx.array, bs: Any, y: mx.array, slots: mx.array, widths: Any, places: Any) -> mx.array:
         asked.append(places)
+        assert may or y.ndim == 2
         ends = [sum(widths[: at + 1]) for at in range(len(widths))]
         ys = mx.split(whole(y), ends[:-1], axis=-1)
         for at, each in zip(places, one_pass(x, a, bs, [ys[at] for at in places], slots), strict=True):
@@ -324,17 +328,100 @@ def test_deltas_by_a_kernel_are_where_deltas_were(
             monkeypatch.setattr(module, "one_pass_joined", joined)
             monkeypatch.setattr(module, "one_pass_gated", gated)
             monkeypatch.setattr(module, "one_pass_normed", normed)
-            monkeypatch.setattr(module, "gates", lambda *of: ends != "no")
-            monkeypatch.setattr(module, "norms", lambda *of: ends != "no")
-        monkeypatch.setattr(deltas, "may_end", lambda: ends != "no")
+            monkeypatch.setattr(module, "gates", lambda *of: may)
+            monkeypatch.setattr(module, "norms", lambda *of: may)
+            monkeypatch.setattr(module, "may_end", lambda: may)
         monkeypatch.setattr(product.Product, "parts", halves)
+        if ends == "taken apart":
+            monkeypatch.setattr(deltas.Deltas, "joined", lambda *of: None)
         for module in (deltas, layer):
             monkeypatch.setattr(module, "whole", whole)
     for seq, (tokens, logprobs) in told[0].items():
         assert told[1][seq][0] == tokens
         assert told[1][seq][1] == pytest.approx(logprobs, abs=1e-5)  # products of other sizes may sum in other orders
-    assert {(2,), (0, 1, 2), (0, 1)} == set(asked), "of v, of all of attention's inputs, of gate and up"
-    assert len(ended) == (0 if ends == "no" else 3), "gate and up, output and down"
+    wanted = {(2,), (0, 1, 2)} if may else {(2,), (0, 1, 2), (0, 1)}
+    assert set(asked) == wanted, "of v, of all of attention's inputs, of gate and up"
+    assert len(ended) == (3 if may else 0), "gate and up, output and down"
+
+
+WIDTH, KINDS = 8, ("joined", "gated", "added_and_normed")
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, *, fed: mx.Dtype = mx.float32, **how: Any) -> list[str]:
+    """What no kernel does of joined inputs, gate and up, or an output, where deltas or arrays differ in this."""
+    told = mx.zeros((1, WIDTH))
+    for name in ("one_pass_joined", "one_pass_gated"):
+        monkeypatch.setattr(deltas, name, lambda *of: told)
+    monkeypatch.setattr(deltas, "one_pass_normed", lambda *of: (told, told))
+    for name in ("gates", "norms", "may_end"):
+        monkeypatch.setattr(deltas, name, lambda *of: True)
+    x, rest = (mx.zeros((1, WIDTH), how.pop(name, mx.float32)) for name in ("x", "rest"))
+    y = how.pop("y", mx.zeros((1, WIDTH)))
+    b = mx.zeros((2, 8, WIDTH))
+    plain = {"kernel": "fused", "dtype": mx.float32, "fits_fused": True}
+    of_two = {"groups": (None, None), "biased": (False, False), "gained": (False, False), "places": (0, 1)}
+    of_one = {"groups": (None,), "biased": (False,), "gained": (False,), "widths": (), "places": ()}
+    two: Any = deltas.Deltas(**{**plain, **of_two, "widths": (WIDTH, WIDTH), **how})
+    one: Any = deltas.Deltas(**{**plain, **of_one, **{k: v for k, v in how.items() if k not in ("widths", "places")}})
+    held: Any = mx.zeros((2, WIDTH, 16)), (b, b), (), ()
+    only: Any = mx.zeros((2, WIDTH, 8)), (b,), (), ()
+    slots = mx.array([1], mx.uint32)
+    results = (
+        two.joined(held, slots, x, y),
+        two.gated(held, slots, x, y),
+        one.added_and_normed(only, slots, x, y, mx.zeros((1, WIDTH), fed), rest[0], 1e-6),
+    )
+    return [kind for kind, result in zip(KINDS, results, strict=True) if result is None]
+
+
+def test_kernels_do_not_end_what_they_are_not_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused(monkeypatch) == []
+    assert refused(monkeypatch, y=mx.zeros((3, 1, WIDTH))) == [], "parts"
+    for how in (
+        {"gained": (True, True)},  # DoRA
+        {"groups": ("ranks", "ranks")},
+        {"kernel": "take"},
+        {"x": mx.float16},
+        {"y": mx.zeros((1, WIDTH), mx.float16)},
+        {"y": mx.zeros((3, 1, WIDTH), mx.float16)},
+    ):
+        assert refused(monkeypatch, **how) == list(KINDS), how
+    assert refused(monkeypatch, fed=mx.float16) == refused(monkeypatch, rest=mx.float16) == ["added_and_normed"]
+    assert refused(monkeypatch, places=(1,)) == refused(monkeypatch, widths=(WIDTH, 16)) == ["gated"]
+
+
+@pytest.mark.parametrize("form", ["gated", "joined", "normed"])
+def test_a_kernel_that_fails_leaves_what_follows_to_others(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of parts alone, too: deltas are still computed by the kernel for them."""
+    left = list[str]()
+
+    def by(name: str) -> Callable[..., Any]:
+        def made(x: mx.array, a: mx.array, bs: Any, y: mx.array, *of: Any) -> Any:
+            if name == form and (y.ndim == 3 or name != "joined"):
+                raise RuntimeError("no kernel")
+            return mx.zeros(1)
+
+        return made
+
+    for name in ("gated", "joined", "normed"):
+        monkeypatch.setattr(stacks, f"one_pass_{name}", by(name))
+    for name in ("gates", "norms"):
+        monkeypatch.setattr(stacks, name, lambda *of: True)
+    monkeypatch.setattr(stacks, "one_pass", one_pass)
+    monkeypatch.setattr(stacks, "may_end", lambda: not left)
+    monkeypatch.setattr(stacks, "leave_endings", lambda: left.append(form))
+    monkeypatch.setattr(stacks, "parts_of_many", lambda *of: 3)
+    monkeypatch.setattr(stacks, "best_kernel", lambda dtype: "fused")
+    write_model(tmp_path / "model", QWEN3)
+    model = load_model(EngineConfig(str(tmp_path / "model"), kv_limit_bytes=1 << 28)).model
+    join_products(model)
+    made = make_adapter(model, tmp_path / "a", keys=LINEARS)
+    adapted = stacks.AdaptedModel(model, 2, mx.float32)
+    adapted.prepare_kernels(read_adapter(made.path, made.manifest, adapted.sites, mx.float32, 64))
+    assert left == [form]
+    assert adapted.rows.kernel == "fused"
 
 
 def test_a_step_that_checks_drafts_is_of_few_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
