@@ -2,6 +2,9 @@
 
 import json
 import logging
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -56,3 +59,19 @@ def test_exceptions_are_structured(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = lines(capsys)
     assert line["event"] == "api.fault"
     assert "broken" in json.dumps(line["exception"])
+
+
+def test_where_native_code_crashed_is_on_stderr_without_values() -> None:
+    program = """
+import os, signal
+from shared.process.logs import configure
+
+def crash(prompt):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+configure()
+crash("a secret")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in ended.stderr and "in crash" in ended.stderr and "secret" not in ended.stderr
