@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_model.cuda import passes
 from mlx_model.device import computes_on_cpu, on_metal
@@ -90,6 +91,8 @@ class AdaptedModel:
         self._groups = [*shared_inputs(model, self.sites), *others]
         self._stacks: dict[str, Stack] = {}  # by the group's first path
         self._routings = mixtures(model)
+        norms_of_layers = (module for _, module in model.named_modules() if isinstance(module, nn.RMSNorm))
+        self._eps = {module.eps for module in norms_of_layers}
         self._prepared: set[tuple[tuple[int, ...], JoinedWith]] = set()
 
     def select(self, slots: list[int], dora: bool) -> None:
@@ -138,8 +141,7 @@ class AdaptedModel:
             trial = _Trial(Shape(shape[1], shape[2:], rank, self.dtype), TIMED_ROWS)
             if on_metal() and not passes("lora_kernel", METAL_SWITCH, trial.compared):
                 self.rows.kernel = "take"
-            gate = are_gate_and_up(widths, places) and gates(widths[0], rank)
-            joins = bool(widths) and not gate and not any(width % 8 for width in widths)
+            joins = bool(widths) and not any(width % 8 for width in widths)
             y = mx.zeros((1, sum(widths) or shape[2]), self.dtype)
             if joins:
                 mx.eval(one_pass_joined(x, a, bs, y, slots, widths, places))
@@ -151,12 +153,13 @@ class AdaptedModel:
             return
         try:
             forms = [y, *self._parts(sites[0], y)]
-            if gate:
+            if are_gate_and_up(widths, places) and gates(widths[0], rank):
                 mx.eval([one_pass_gated(x, a, bs, each, slots) for each in forms])
             elif joins:
                 mx.eval([one_pass_joined(x, a, bs, each, slots, widths, places) for each in forms[1:]])
             elif not widths and len(sites) == 1 and norms(shape[2]):
-                mx.eval([one_pass_normed(x, a, bs[0], each, slots, y, y[0], 1e-6) for each in forms])
+                with_eps = [(each, eps) for each in forms for eps in self._eps]
+                mx.eval([one_pass_normed(x, a, bs[0], each, slots, y, y[0], eps) for each, eps in with_eps])
         except Exception:
             log.exception("lora.ending_kernel_failed shape=%s: no adapter's kernel does what follows it", shape)
             leave_endings()

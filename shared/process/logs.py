@@ -4,6 +4,7 @@ JSON lines when the output is not a terminal. Fields bound with `structlog.conte
 line of their task; libraries that use `logging` come out in the same form.
 """
 
+import contextlib
 import faulthandler
 import logging
 import sys
@@ -35,7 +36,8 @@ def configure(level: str = "INFO", json: bool | None = None) -> None:
     If native code ends the process, the functions and lines that its threads were in come before; no values.
     """
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or none of the system's
+            faulthandler.enable(sys.__stderr__)
     as_json = not sys.stderr.isatty() if json is None else json
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
