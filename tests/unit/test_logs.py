@@ -11,6 +11,7 @@ import pytest
 import structlog
 
 from shared.process.logs import configure
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,6 @@ def crash(prompt):
 configure()
 crash("a secret")
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S)
     assert ended.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in ended.stderr and "in crash" in ended.stderr and "secret" not in ended.stderr
