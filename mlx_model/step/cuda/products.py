@@ -90,8 +90,13 @@ def is_for(x: mx.array, weight: mx.array) -> bool:
     if rows <= AT_ONCE:
         is_sized = rows > 1 and inputs % _STEP == 0
     else:
-        is_sized = rows <= MOST_ROWS and weight.nbytes <= LARGEST and inputs % _STEP_OF_MANY == 0
+        is_sized = rows <= MOST_ROWS and _is_for_many(weight.nbytes, inputs)
     return is_sized and x.dtype in _DTYPES and weight.dtype == x.dtype and (rows <= AT_ONCE or are_many_there(x.dtype))
+
+
+def _is_for_many(nbytes: int, inputs: int) -> bool:
+    """True of weights of so many bytes and inputs, if the kernel of many rows supports them."""
+    return nbytes <= LARGEST and inputs % _STEP_OF_MANY == 0
 
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
@@ -167,10 +172,9 @@ def _summed(parts: mx.array, dtype: mx.Dtype, eps: float = 0.0, **others: mx.arr
 
 def parts_of_many(outputs: int, inputs: int, dtype: mx.Dtype) -> int:
     """How many `parts` a product of many rows by weights [outputs, inputs] has; 1 where MLX computes it."""
-    is_small = outputs * inputs * dtype.size <= LARGEST and inputs % _STEP_OF_MANY == 0
-    return (
-        blocks_of_many(outputs, inputs, is_gated=False)[1] if is_small and are_there() and are_many_there(dtype) else 1
-    )
+    if not (_is_for_many(outputs * inputs * dtype.size, inputs) and are_there() and are_many_there(dtype)):
+        return 1
+    return blocks_of_many(outputs, inputs, is_gated=False)[1]
 
 
 @cache
