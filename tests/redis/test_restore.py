@@ -24,6 +24,7 @@ from tests.redis.adapter_versions import publish
 from tests.redis.api_servers import Api, api
 from tests.redis.clusters import Cluster
 from tests.redis.job_fakes import prompts, spec
+from tests.redis.outages import write_at_once
 from tests.redis.ring_data import POLICY, TEXT, Left, dumped, leave, restore, script
 from tests.redis.scripted_worker import MODEL, working
 from tests.unit.trainer_samples import trajectory
@@ -83,11 +84,6 @@ async def is_empty(redis: Redis) -> bool:
     return not any(each.waiting or each.leased for each in depth.values())
 
 
-async def is_in_the_log(redis: Redis) -> bool:
-    """True if the server's log file has all that was written: a slow disk may hold the latest back for two seconds."""
-    return int((await redis.info("persistence"))["aof_buffer_length"]) == 0
-
-
 async def lasting(redis: Redis) -> set[bytes]:
     """Keys that live for an hour at least."""
     return {key for key, ttl_ms, _ in await dumped(redis) if ttl_ms > 3_000_000}
@@ -109,9 +105,9 @@ async def test_copies_of_the_servers_files_have_all_of_it_and_nothing_is_learned
         return 0
 
     with EmbeddedRedis(tmp_path / "first") as server:
+        write_at_once(server.url)  # its log is copied right after the last write
         redis = connect(server.url)
         left, queue = await leave(redis, server.url), TrajectoryQueue(redis, POLICY)
-        await wait_until(lambda: is_in_the_log(redis))
         shutil.copytree(tmp_path / "first/redis/appendonlydir", tmp_path / "log/redis/appendonlydir")
         await redis.save()
         (tmp_path / "snapshot/redis").mkdir(parents=True)
